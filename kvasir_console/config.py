@@ -1,0 +1,226 @@
+"""Configuration: flag > environment > file > default, every key known by name.
+
+The file is TOML (``Paths.config_file``). An environment variable is ``KVASIR_<SECTION>_<KEY>``. A key that does not
+exist is refused with the nearest one that does, so a misspelt limit never silently means "no limit".
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from kvasir_console.errors import ConfigError
+
+_RESERVED_ENVIRONMENT = {"KVASIR_HOME", "KVASIR_CACHE"}
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkConfig:
+    gateway: str = "https://gate.kvasir-ai.net"
+    """The one destination this node dials. Plain http and ws are accepted for loopback hosts only."""
+    ca_file: str = ""
+    """PEM file with an extra certificate authority to trust (empty: the system's)."""
+    request_timeout_s: float = 20.0
+    redial_min_s: float = 5.0
+    redial_max_s: float = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class NodeConfig:
+    name: str = ""
+    """Part of the worker id; empty means this machine's host name."""
+    serve: str = "auto"
+    """``auto`` (a plan's window if one names this wallet, else experts), ``experts``, ``ring`` or ``nothing``."""
+    model: str = ""
+    """Serve only this model (empty: whatever the market offers)."""
+    max_experts: int = 64
+    """Most experts to take in one assignment."""
+    memory_budget_mib: int = 0
+    """Most memory for weights (0: half of what is free)."""
+    poll_s: float = 45.0
+    """Market poll and coverage heartbeat; the gateway forgets a node after 120 s."""
+    retry_s: float = 15.0
+    auto_claim: bool = False
+    """Claim as soon as the gateway's minimum is reached, while the wallet is unlocked."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    device: str = "cpu"
+    threads: int = 0
+    """Compute threads (0: one for each physical core)."""
+    context_length: int = 0
+    """Longest request in tokens (0: the model's own, capped at 8192)."""
+    dispatch_timeout_s: float = 10.0
+    """How long the router waits for a remote expert before it computes the pairs itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class WalletConfig:
+    rpc_url: str = "https://api.devnet.solana.com"
+    rpc_auth_file: str = ""
+    """File with the value of the ``Authorization`` header for the RPC (the embedded ledger needs one)."""
+    mint: str = "6cuJAmqtMuGzJ7s7eWQSqfJvEFRUdTiYR3cuMmiNoCPQ"
+    kdf: str = "moderate"
+    """Cost of the vault's argon2id: ``interactive`` (64 MiB), ``moderate`` (256 MiB) or ``sensitive`` (1 GiB)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    id: str = ""
+    path: str = ""
+    placement: str = "trunk"
+    """``trunk`` (this machine computes every layer and may dispatch experts) or ``ring`` (a plan's stages do)."""
+    ring: tuple[tuple[str, int, int], ...] = ()
+    """For a ring: (wallet, first layer, end layer) of each stage, in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayConfig:
+    host: str = "127.0.0.1"
+    port: int = 8791
+    tls_cert: str = ""
+    tls_key: str = ""
+    database: str = ""
+    """SQLAlchemy URL (empty: SQLite in the data directory)."""
+    models: tuple[ServedModel, ...] = ()
+    target_replicas: int = 2
+    minimum_claim_micro_kvr: int = 1_000_000
+    settlement_poll_s: float = 30.0
+    service_token_file: str = ""
+    """File with the machine-to-machine token; made on first start when empty."""
+    dispatch_wire: str = "v2"
+    """Wire asked of workers that speak it: ``v2`` (f32, exact), ``v2f16`` or ``v1``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    network: NetworkConfig = field(default_factory=NetworkConfig)
+    node: NodeConfig = field(default_factory=NodeConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    wallet: WalletConfig = field(default_factory=WalletConfig)
+    gateway: GatewayConfig = field(default_factory=GatewayConfig)
+
+
+def load(
+    file: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    flags: Mapping[str, str] | None = None,
+) -> Config:
+    """Read the configuration.
+
+    Args:
+        file: TOML file; one that does not exist counts as empty.
+        env: environment, default ``os.environ``.
+        flags: ``"section.key"`` to text, as given by ``--set section.key=value``.
+
+    Raises:
+        ConfigError: unreadable file, unknown section or key (with the nearest name), or a value of the wrong type.
+    """
+    env = os.environ if env is None else env
+    tables: dict[str, dict[str, Any]] = {section.name: {} for section in fields(Config)}
+    if file is not None and file.exists():
+        for section, table in _read(file).items():
+            _check_name(section, tables, "section", str(file))
+            if not isinstance(table, dict):
+                raise ConfigError("config_not_a_table", f"{file}: [{section}] must be a table of keys and values.")
+            tables[section].update(_checked(section, table, str(file)))
+    for name, text in env.items():
+        if name.startswith("KVASIR_") and name not in _RESERVED_ENVIRONMENT:
+            section, _, key = name.removeprefix("KVASIR_").lower().partition("_")
+            source = f"environment variable {name}"
+            _check_name(section, tables, "section", source)
+            _check_name(key, _types(section), "key", source)
+            tables[section][key] = _from_text(section, key, text, source)
+    for dotted, text in (flags or {}).items():
+        section, _, key = dotted.partition(".")
+        _check_name(section, tables, "section", f"flag --set {dotted}")
+        _check_name(key, _types(section), "key", f"flag --set {dotted}")
+        tables[section][key] = _from_text(section, key, text, f"flag --set {dotted}")
+    return Config(**{section.name: _SECTIONS[section.name](**tables[section.name]) for section in fields(Config)})
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError("config_unreadable", f"{file} cannot be read: {error.strerror}.") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError("config_malformed", f"{file} is not TOML: {error}.", "Correct that line.") from error
+
+
+def _types(section: str) -> dict[str, Any]:
+    return get_type_hints(_SECTIONS[section])
+
+
+def _check_name(name: str, known: Mapping[str, Any], what: str, source: str) -> None:
+    if name in known:
+        return
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+    hint = f"Did you mean {near[0]!r}?" if near else ""
+    raise ConfigError(f"unknown_{what}", f"{source}: there is no {what} named {name!r}.", hint)
+
+
+def _checked(section: str, table: Mapping[str, Any], source: str) -> dict[str, Any]:
+    types = _types(section)
+    values: dict[str, Any] = {}
+    for key, value in table.items():
+        _check_name(key, types, "key", f"{source} [{section}]")
+        values[key] = _coerce(types[key], value, f"{source} [{section}] {key}")
+    return values
+
+
+def _coerce(wanted: Any, value: Any, where: str) -> Any:
+    if wanted is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if wanted in (int, float, str, bool):
+        if type(value) is not wanted:
+            raise ConfigError("wrong_type", f"{where} must be a {wanted.__name__}, not {type(value).__name__}.")
+        return value
+    return _served_models(value, where)
+
+
+def _served_models(value: Any, where: str) -> tuple[ServedModel, ...]:
+    if not isinstance(value, list):
+        raise ConfigError("wrong_type", f"{where} must be an array of tables ([[gateway.models]]).")
+    known = {each.name for each in dataclasses.fields(ServedModel)}
+    models: list[ServedModel] = []
+    for entry in value:
+        for key in entry:
+            _check_name(key, dict.fromkeys(known), "key", where)
+        ring = tuple((str(wallet), int(begin), int(end)) for wallet, begin, end in entry.get("ring", ()))
+        model = ServedModel(**{**entry, "ring": ring})
+        if not model.id or not model.path or model.placement not in ("trunk", "ring"):
+            raise ConfigError(
+                "served_model_incomplete",
+                f"{where}: a model needs id, path and placement (trunk or ring).",
+            )
+        models.append(model)
+    return tuple(models)
+
+
+def _from_text(section: str, key: str, text: str, source: str) -> Any:
+    wanted = _types(section)[key]
+    try:
+        if wanted is bool:
+            return {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}[text.lower()]
+        if wanted in (int, float, str):
+            return wanted(text)
+    except (KeyError, ValueError) as error:
+        raise ConfigError("wrong_type", f"{source}: {text!r} is not a {wanted.__name__}.") from error
+    raise ConfigError("not_settable", f"{source}: {section}.{key} can only be set in the file.")
+
+
+_SECTIONS: dict[str, Any] = {
+    "network": NetworkConfig,
+    "node": NodeConfig,
+    "engine": EngineConfig,
+    "wallet": WalletConfig,
+    "gateway": GatewayConfig,
+}

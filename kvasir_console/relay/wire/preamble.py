@@ -1,0 +1,110 @@
+"""The fixed preamble that opens every spliced connection to an engine's data socket.
+
+Whoever splices (the hub on the operator's machine, the uplink on a node's) writes these 256 bytes first, so the
+engine knows whose bytes follow before it reads any. It never crosses the relay.
+
+    offset  bytes  field
+         0      4  magic "KVSP"
+         4      2  version, u16 = 1
+         6      2  kind, u16 (``Kind``)
+         8      4  layer, i32 (-1 where it does not apply)
+        12      8  range begin and end, i32 each: experts of the layer, or layers of the window
+        20      4  epoch, u32: the generation of the placement plan
+        24      4  wires, u32: the dispatch wires the worker speaks (``Wire`` bits)
+        28     32  model digest (SHA-256)
+        60    128  session name, UTF-8, NUL padded
+       188     44  wallet, base58, NUL padded
+       232     24  zero
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from enum import IntEnum, IntFlag
+
+_STRUCT = struct.Struct("<4sHHiiiII32s128s44s24x")
+SIZE = _STRUCT.size
+MAGIC = b"KVSP"
+VERSION = 1
+
+
+class Kind(IntEnum):
+    """What the engine is to do with the bytes that follow."""
+
+    DISPATCH = 1
+    """Trunk side: a worker's session; the engine is the client of the dispatch stream."""
+    EXPERTS = 2
+    """Worker side: requests of a trunk; the engine serves the dispatch stream."""
+    RING_NEXT = 3
+    """Ring edge to the successor: this engine is the predecessor on it."""
+    RING_PREV = 4
+    """Ring edge from the predecessor: this engine is the successor on it."""
+    ENTRY = 5
+    """A gateway's generation session: control messages, generation verbs only."""
+
+
+class Wire(IntFlag):
+    """Dispatch wires, as bits."""
+
+    V1 = 1
+    V2 = 2
+    V2F16 = 4
+
+
+class PreambleError(ValueError):
+    """The 256 bytes are not a preamble of this version."""
+
+
+@dataclass(frozen=True, slots=True)
+class Preamble:
+    kind: Kind
+    session: str
+    wallet: str = ""
+    model_digest: bytes = bytes(32)
+    layer: int = -1
+    begin: int = 0
+    end: int = 0
+    epoch: int = 0
+    wires: Wire = Wire.V2
+
+    def encode(self) -> bytes:
+        session, wallet = self.session.encode(), self.wallet.encode()
+        if len(session) > 128 or len(wallet) > 44 or len(self.model_digest) != 32:
+            raise PreambleError("a field of the preamble is too long")
+        return _STRUCT.pack(
+            MAGIC,
+            VERSION,
+            self.kind,
+            self.layer,
+            self.begin,
+            self.end,
+            self.epoch,
+            self.wires,
+            self.model_digest,
+            session,
+            wallet,
+        )
+
+    @classmethod
+    def decode(cls, data: bytes) -> Preamble:
+        """Raises ``PreambleError`` on anything but a well-formed preamble of this version."""
+        if len(data) != SIZE:
+            raise PreambleError(f"a preamble has {SIZE} bytes, not {len(data)}")
+        magic, version, kind, layer, begin, end, epoch, wires, digest, session, wallet = _STRUCT.unpack(data)
+        if magic != MAGIC or version != VERSION:
+            raise PreambleError("the connection does not begin with a preamble of version 1")
+        try:
+            return cls(
+                kind=Kind(kind),
+                session=session.rstrip(b"\0").decode(),
+                wallet=wallet.rstrip(b"\0").decode("ascii"),
+                model_digest=digest,
+                layer=layer,
+                begin=begin,
+                end=end,
+                epoch=epoch,
+                wires=Wire(wires),
+            )
+        except ValueError as error:
+            raise PreambleError(f"a field of the preamble is not legal: {error}") from error

@@ -1,0 +1,72 @@
+"""Which tensors, and which of their bytes, a window of layers or a range of experts needs.
+
+Pure functions of a checked header: nothing is read here.
+"""
+
+from __future__ import annotations
+
+import re
+
+from kvasir_console.engine.checkpoint.gguf import Checkpoint, TensorInfo
+from kvasir_console.engine.checkpoint.shape import ModelShape, refuse
+
+EXPERT_TENSORS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
+_BLOCK_NAME = re.compile(r"blk\.(\d{1,9})\.")
+
+
+def stage_tensors(
+    checkpoint: Checkpoint, shape: ModelShape, begin: int, end: int, *, experts: bool = True
+) -> tuple[TensorInfo, ...]:
+    """The tensors of the layers ``[begin, end)``, in the order of the file's directory.
+
+    The first stage also holds the embedding table, the last one the final norm and the output projection, so both hold
+    the table of a model that ties them. Tensors of no block and no end of the model (RoPE factors) go to every stage.
+
+    Args:
+        experts: whether the routed experts belong to it; the router always does.
+    """
+    first, last = begin == 0, end == shape.n_layer
+
+    def wanted(name: str) -> bool:
+        match = _BLOCK_NAME.match(name)
+        if match:
+            return begin <= int(match[1]) < end and (experts or "_exps." not in name)
+        if name.startswith("token_embd."):
+            return first or (last and shape.tied_output)
+        if name.startswith("token_"):
+            return first
+        if name.startswith("output"):
+            return last
+        return True
+
+    return tuple(tensor for name, tensor in checkpoint.tensors.items() if wanted(name))
+
+
+def expert_ranges(
+    checkpoint: Checkpoint, layer: int, begin: int, end: int
+) -> tuple[tuple[TensorInfo, int, int], tuple[TensorInfo, int, int], tuple[TensorInfo, int, int]]:
+    """Where the experts ``[begin, end)`` of ``layer`` lie in its gate, up and down tensors of a model or stage file.
+
+    The expert is the outermost dimension, so a range of experts is one range of bytes. Ids count from the first expert
+    stored: in an expert shard, expert 0 is the first one it holds.
+
+    Returns:
+        For gate, up and down, in this order: the tensor and the range ``[begin, end)`` of its bytes.
+
+    Raises:
+        ModelError: the layer holds no routed experts, or not these.
+    """
+    gate, up, down = (_expert_range(checkpoint, f"blk.{layer}.{part}.weight", begin, end) for part in EXPERT_TENSORS)
+    return gate, up, down
+
+
+def _expert_range(checkpoint: Checkpoint, name: str, begin: int, end: int) -> tuple[TensorInfo, int, int]:
+    tensor = checkpoint.tensors.get(name)
+    if tensor is None:
+        refuse(checkpoint, f"the tensor {name} is missing, so the layer has no routed experts here")
+    if len(tensor.dims) != 3:
+        refuse(checkpoint, f"the tensor {name} has {len(tensor.dims)} dimensions, not the three of a bank of experts")
+    if not 0 <= begin < end <= tensor.dims[2]:
+        refuse(checkpoint, f"the experts [{begin}, {end}) do not lie in the {tensor.dims[2]} of {name}")
+    expert_bytes = tensor.n_bytes // tensor.dims[2]
+    return tensor, begin * expert_bytes, end * expert_bytes

@@ -1,0 +1,81 @@
+"""The worker's side of the dispatch stream: rows and expert ids in, weighted sums out, one request at a time.
+
+A bad request closes its connection and nothing else; the process serves on. Counts are checked before anything is
+allocated for them (``wire.dispatch``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvasir_console.engine.experts import ExpertBank
+from kvasir_console.engine.process.compute import Compute
+from kvasir_console.relay.wire import dispatch
+from kvasir_console.relay.wire.preamble import Wire
+
+log = logging.getLogger(__name__)
+
+_READ_BYTES = 256 * 1024
+
+
+@dataclass(slots=True)
+class Served:
+    """What this worker answered over its life."""
+
+    requests: int = 0
+    rows: int = 0
+    pairs: int = 0
+    rejected: int = 0
+
+
+class ExpertServer:
+    """Serves one expert bank to any number of connections; requests of one connection are answered in order."""
+
+    def __init__(self, bank: ExpertBank, compute: Compute) -> None:
+        self._bank = bank
+        self._compute = compute
+        self.served = Served()
+
+    def stats(self) -> dict[str, Any]:
+        return asdict(self.served)
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answer requests until the peer leaves or sends one that is refused."""
+        decoder = dispatch.RequestDecoder(self._bank.n_embd, self._bank.end - self._bank.begin)
+        try:
+            while data := await reader.read(_READ_BYTES):
+                decoder.feed(data)
+                while (request := decoder.next()) is not None:
+                    reply = await self._answer(request)
+                    writer.write(reply)
+                    await writer.drain()
+        except dispatch.DispatchError as error:
+            self.served.rejected += 1
+            log.warning("a dispatch request is refused and its connection closed: %s", error)
+
+    async def _answer(self, request: dispatch.Request) -> bytes:
+        array = await self._compute.run(lambda: expert_reply(self._bank, request))
+        self.served.requests += 1
+        self.served.rows += request.rows.shape[0]
+        self.served.pairs += len(request.ids)
+        return dispatch.encode_reply(request.wire, array)
+
+
+def expert_reply(bank: ExpertBank, request: dispatch.Request) -> np.ndarray[Any, Any]:
+    """The reply's values: (pairs, D) raw outputs for v1, (rows, D) weighted sums otherwise; f32."""
+    rows = torch.from_numpy(np.array(request.rows, dtype=np.float32))
+    row_idx = torch.from_numpy(request.row_idx.astype(np.int64))
+    ids = torch.from_numpy(request.ids.astype(np.int64))
+    if request.wire is Wire.V1 or request.weights is None:
+        out = bank.outputs(rows, row_idx, ids)
+    else:
+        weights = torch.from_numpy(np.array(request.weights, dtype=np.float32))
+        out = bank.weighted_sum(rows, row_idx, ids, weights)
+    values: np.ndarray[Any, Any] = out.cpu().numpy()
+    return values

@@ -1,0 +1,249 @@
+"""Control verbs: what a console may ask of its engine, and what a gateway may ask through a ring's entry."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from kvasir_console.engine.process.client import TokenEvent
+from kvasir_console.engine.process.compute import Compute
+from kvasir_console.engine.process.generate import event_message, parse_request
+from kvasir_console.engine.process.loaded import Loaded, load
+from kvasir_console.errors import EngineError, KvasirError
+from kvasir_console.relay.wire import control
+
+log = logging.getLogger(__name__)
+
+Message = dict[str, Any]
+ENTRY_VERBS = frozenset({"generate", "cancel", "count_tokens", "info"})
+"""All that a gateway may ask of a node's engine: it can never load, inspect or stop anything there."""
+RATE_WINDOW_S = 10.0
+
+
+class Engine:
+    """The process's state: one load, the requests that run, and the counters."""
+
+    def __init__(self, runtime: Path, device: str) -> None:
+        self.runtime = runtime
+        self.device = device
+        self.compute = Compute()
+        self.loaded: Loaded | None = None
+        self.exiting = asyncio.Event()
+        self.draining = False
+        self.active = 0
+        self.idle = asyncio.Event()
+        self.idle.set()
+        self.tokens_total = 0
+        self._recent: deque[float] = deque(maxlen=4096)
+        self._loading = asyncio.Lock()
+
+    async def load(self, fields: Message, progress: Any) -> Message:
+        async with self._loading:
+            if self.active:
+                raise EngineError("engine_busy", "The engine runs requests; drain it before loading another model.")
+            previous, self.loaded = self.loaded, None
+            if previous is not None and previous.ring is not None:
+                previous.ring.close()
+            del previous  # its weights are freed before the next ones are read: never two models at once
+            self.loaded = await load(fields, self.compute, self.runtime, self.device, progress)
+            return self.loaded.info
+
+    def require(self) -> Loaded:
+        if self.loaded is None:
+            raise EngineError("nothing_loaded", "The engine has no model loaded.", "Load a window first.")
+        return self.loaded
+
+    def count_token(self) -> None:
+        self.tokens_total += 1
+        self._recent.append(time.monotonic())
+
+    def stats(self) -> Message:
+        loaded = self.loaded
+        now = time.monotonic()
+        recent = sum(1 for at in self._recent if now - at <= RATE_WINDOW_S)
+        return {
+            "info": None if loaded is None else loaded.info,
+            "tensor_bytes": 0 if loaded is None else loaded.tensor_bytes,
+            "rss_bytes": psutil.Process().memory_info().rss,
+            "threads": torch.get_num_threads(),
+            "active_requests": self.active,
+            "tokens_total": self.tokens_total,
+            "rows_total": 0 if loaded is None or loaded.ring is None else loaded.ring.rows,
+            "tokens_per_s": recent / RATE_WINDOW_S,
+            "served": None if loaded is None or loaded.experts is None else loaded.experts.stats(),
+            "ring": None if loaded is None or loaded.ring is None else loaded.ring.stats(),
+        }
+
+    @contextlib.contextmanager
+    def request(self) -> Any:
+        """Count a running request, so that ``drain`` can wait for the last one."""
+        if self.draining:
+            raise EngineError("engine_draining", "The engine is draining and takes no new requests.")
+        self.active += 1
+        self.idle.clear()
+        try:
+            yield
+        finally:
+            self.active -= 1
+            if not self.active:
+                self.idle.set()
+
+
+class VerbSession:
+    """One control stream: requests in any number at once, each answered with its id."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        allowed: frozenset[str] | None = None,
+    ) -> None:
+        self._engine = engine
+        self._reader = reader
+        self._writer = writer
+        self._allowed = allowed
+        self._generating: dict[int, asyncio.Task[None]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._verbs = {
+            "load": self._load,
+            "generate": self._generate,
+            "cancel": self._cancel,
+            "count_tokens": self._count_tokens,
+            "info": self._info,
+            "coverage": self._coverage,
+            "stats": self._stats,
+            "quarantine": self._quarantine,
+            "warm": self._warm,
+            "drain": self._drain,
+            "exit": self._exit,
+        }
+
+    async def run(self) -> None:
+        """Serve until the peer leaves; its running generations are cancelled with it."""
+        try:
+            while True:
+                message = await control.read_message(self._reader)
+                task = asyncio.create_task(self._answer(message))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+                if message.get("verb") == "generate" and isinstance(message.get("id"), int):
+                    self._generating[message["id"]] = task
+        except (EOFError, OSError):
+            pass
+        except KvasirError as error:
+            log.warning("a control stream is closed: %s", error)
+        finally:
+            for task in self._tasks:
+                task.cancel()
+
+    async def _answer(self, message: Message) -> None:
+        verb = str(message.get("verb"))
+        try:
+            handler = self._verbs.get(verb)
+            if handler is None or (self._allowed is not None and verb not in self._allowed):
+                raise EngineError("unknown_verb", f"This stream takes no verb {verb!r}.")
+            await handler(message)
+        except KvasirError as error:
+            await self._send(control.failure(message, error))
+        except (OSError, EOFError):
+            log.debug("the peer left before %s was answered", verb)
+        except Exception as error:
+            log.exception("the verb %s failed", verb)
+            trouble = EngineError(
+                "engine_failed", f"The engine failed while it ran {verb}: {type(error).__name__}.", "Read its log."
+            )
+            await self._send(control.failure(message, trouble))
+        finally:
+            self._generating.pop(message.get("id", 0), None)
+
+    async def _send(self, message: Message) -> None:
+        with contextlib.suppress(OSError):
+            await control.write_message(self._writer, message)
+
+    async def _load(self, message: Message) -> None:
+        loop = asyncio.get_running_loop()
+
+        def report(done: int, total: int) -> None:
+            event = control.encode({"id": message.get("id"), "event": "load", "done_bytes": done, "total_bytes": total})
+            loop.call_soon_threadsafe(self._writer.write, event)
+
+        info = await self._engine.load(message, report)
+        await self._send(control.reply(message, info=info))
+
+    async def _generate(self, message: Message) -> None:
+        request = parse_request(message)
+        generator = self._engine.require().generator
+        if generator is None:
+            raise EngineError("no_generation_here", "This engine's window cannot begin a generation.")
+        with self._engine.request():
+            prompt = generator.tokenize(request)
+            generator.check_length(len(prompt), request.max_tokens)
+            await self._send(control.reply(message, prompt_tokens=len(prompt)))
+            try:
+                async with contextlib.aclosing(generator.run(request, prompt)) as events:
+                    async for event in events:
+                        if isinstance(event, TokenEvent):
+                            self._engine.count_token()
+                        await control.write_message(self._writer, {"id": message["id"], **event_message(event)})
+            except KvasirError as error:
+                await self._send({"id": message["id"], "event": "error", "error": error.as_dict()})
+
+    async def _cancel(self, message: Message) -> None:
+        task = self._generating.get(message.get("request", 0))
+        if task is not None:
+            task.cancel()
+            await asyncio.wait([task])
+        await self._send(control.reply(message, cancelled=task is not None))
+
+    async def _count_tokens(self, message: Message) -> None:
+        loaded = self._engine.require()
+        if loaded.generator is None:
+            raise EngineError("no_tokenizer_here", "This engine's window has no tokenizer.")
+        fields = {key: message[key] for key in ("prompt", "messages") if message.get(key) is not None}
+        tokens = loaded.generator.tokenize(parse_request(fields))
+        context_length = loaded.info["context_length"]
+        await self._send(control.reply(message, tokens=len(tokens), context_length=context_length))
+
+    async def _info(self, message: Message) -> None:
+        await self._send(control.reply(message, info=self._engine.require().info))
+
+    async def _coverage(self, message: Message) -> None:
+        router = self._engine.require().router
+        await self._send(control.reply(message, sessions=[] if router is None else router.coverage()))
+
+    async def _stats(self, message: Message) -> None:
+        await self._send(control.reply(message, **self._engine.stats()))
+
+    async def _quarantine(self, message: Message) -> None:
+        router = self._engine.require().router
+        found = router is not None and router.quarantine(str(message.get("session")))
+        await self._send(control.reply(message, quarantined=found))
+
+    async def _warm(self, message: Message) -> None:
+        """One row through the window, so that the first request meets faulted-in weights."""
+        stage = self._engine.require().stage
+        if stage is not None:
+            started = time.monotonic()
+            row = torch.zeros(1, stage.shape.n_embd)
+            await self._engine.compute.run(lambda: stage.forward(row, stage.new_cache(1), 0))
+            await self._send(control.reply(message, warm_s=time.monotonic() - started))
+        else:
+            await self._send(control.reply(message, warm_s=0.0))
+
+    async def _drain(self, message: Message) -> None:
+        self._engine.draining = True
+        await self._engine.idle.wait()
+        await self._send(control.reply(message))
+
+    async def _exit(self, message: Message) -> None:
+        await self._send(control.reply(message))
+        self._engine.exiting.set()

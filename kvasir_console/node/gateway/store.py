@@ -1,0 +1,431 @@
+"""The operator's database: tables, the engine, and the small records (nonces, plans, requests, facts).
+
+SQLite in WAL mode by default, PostgreSQL by URL. Money has a module of its own, ``ledger.py``, over the same tables.
+
+A write transaction takes SQLite's lock at its start (``BEGIN IMMEDIATE``): a transaction that read first and then
+wanted to write could otherwise fail half-way because another writer came between. On PostgreSQL the rows that a
+decision rests on are locked with ``FOR UPDATE``. Methods block; call them from a thread.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy import event
+from sqlalchemy.engine import URL, Connection, Engine, make_url
+from sqlalchemy.exc import IntegrityError, OperationalError, SQLAlchemyError
+from sqlalchemy.pool import ConnectionPoolEntry
+
+from kvasir_console.errors import LedgerError
+
+SCHEMA_VERSION = 1
+NONCE_TTL_S = 300
+NONCES_TOTAL = 10_000
+NONCES_PER_WALLET = 16
+BUSY_TIMEOUT_MS = 10_000
+CONTENT_TTL_S = 30 * 86_400
+"""How long the tokens of an answer are kept; the accounting row stays."""
+
+metadata = sa.MetaData()
+
+facts = sa.Table(
+    "facts",
+    metadata,
+    sa.Column("name", sa.String(64), primary_key=True),
+    sa.Column("value", sa.Text, nullable=False),
+)
+
+nonces = sa.Table(
+    "nonces",
+    metadata,
+    sa.Column("nonce", sa.String(64), primary_key=True),
+    sa.Column("wallet", sa.String(44), nullable=False, index=True),
+    sa.Column("purpose", sa.String(64), nullable=False),
+    sa.Column("issued_at", sa.BigInteger, nullable=False),
+    sa.Column("expires_at", sa.BigInteger, nullable=False, index=True),
+)
+
+plans = sa.Table(
+    "plans",
+    metadata,
+    sa.Column("ring", sa.String(128), primary_key=True),
+    sa.Column("generation", sa.Integer, nullable=False),
+    sa.Column("content", sa.Text, nullable=False),
+)
+
+requests = sa.Table(
+    "requests",
+    metadata,
+    sa.Column("id", sa.String(64), primary_key=True),
+    sa.Column("model", sa.String(256), nullable=False),
+    sa.Column("created", sa.BigInteger, nullable=False, index=True),
+    sa.Column("finished", sa.BigInteger),
+    sa.Column("prompt_tokens", sa.Integer),
+    sa.Column("completion_tokens", sa.Integer, nullable=False, default=0),
+    sa.Column("finish", sa.String(64)),
+    sa.Column("tokens", sa.Text),
+)
+"""``finish`` is the finish reason, ``cancelled`` or an error code; ``tokens`` a JSON list, erased after a while."""
+
+meter = sa.Table(
+    "meter",
+    metadata,
+    sa.Column("run_id", sa.String(160), primary_key=True),
+    sa.Column("wallet", sa.String(44), primary_key=True),
+    sa.Column("worker_id", sa.String(256), primary_key=True),
+    sa.Column("kind", sa.String(16), primary_key=True),
+    sa.Column("model", sa.String(256), nullable=False),
+    sa.Column("micro_units", sa.BigInteger, nullable=False),
+    sa.Column("requests", sa.BigInteger, nullable=False),
+    sa.Column("rows", sa.BigInteger, nullable=False),
+    sa.Column("pairs", sa.BigInteger, nullable=False),
+    sa.Column("bytes_up", sa.BigInteger, nullable=False),
+    sa.Column("bytes_down", sa.BigInteger, nullable=False),
+    sa.Column("platform", sa.Text, nullable=False),
+    sa.Column("updated_at", sa.BigInteger, nullable=False, index=True),
+)
+"""Work as it was metered, cumulative within a run: it outlives the process that counted it."""
+
+ring_totals = sa.Table(
+    "ring_totals",
+    metadata,
+    sa.Column("ring", sa.String(128), primary_key=True),
+    sa.Column("generation", sa.Integer, primary_key=True),
+    sa.Column("token_rows", sa.BigInteger, nullable=False),
+    sa.Column("requests", sa.BigInteger, nullable=False),
+    sa.Column("plan", sa.Text, nullable=False),
+    sa.Column("updated_at", sa.BigInteger, nullable=False),
+)
+"""Token rows that went through a whole ring under one generation of its plan."""
+
+counters = sa.Table(
+    "counters",
+    metadata,
+    sa.Column("run_id", sa.String(160), primary_key=True),
+    sa.Column("wallet", sa.String(44), primary_key=True),
+    sa.Column("worker_id", sa.String(256), primary_key=True),
+    sa.Column("kind", sa.String(16), primary_key=True),
+    sa.Column("baseline", sa.BigInteger, nullable=False),
+)
+"""How much of each cumulative counter was credited. One row for each run, so runs may be read in any order."""
+
+accounts = sa.Table(
+    "accounts",
+    metadata,
+    sa.Column("wallet", sa.String(44), primary_key=True),
+    sa.Column("worker_id", sa.String(256), primary_key=True),
+    sa.Column("kind", sa.String(16), primary_key=True),
+    sa.Column("model", sa.String(256), nullable=False),
+    sa.Column("micro_units", sa.BigInteger, nullable=False),
+    sa.Column("source_run_id", sa.String(160), nullable=False),
+    sa.Column("multiplier", sa.String(64), nullable=False),
+    sa.Column("credited_micro_kvr", sa.BigInteger, nullable=False),
+    sa.Column("carry_num", sa.Text, nullable=False),
+    sa.Column("carry_den", sa.Text, nullable=False),
+    sa.Column("claimed_micro_kvr", sa.BigInteger, nullable=False),
+    sa.Column("platform", sa.Text, nullable=False),
+    sa.Column("created_at", sa.BigInteger, nullable=False),
+    sa.Column("last_work_at", sa.BigInteger, nullable=False),
+    sa.CheckConstraint("claimed_micro_kvr >= 0 AND claimed_micro_kvr <= credited_micro_kvr", name="claimed_within"),
+)
+
+claims = sa.Table(
+    "claims",
+    metadata,
+    sa.Column("id", sa.String(64), primary_key=True),
+    sa.Column("wallet", sa.String(44), nullable=False, index=True),
+    sa.Column("micro_kvr", sa.BigInteger, nullable=False),
+    sa.Column("state", sa.String(16), nullable=False, index=True),
+    sa.Column("signature", sa.String(96), unique=True),
+    sa.Column("raw", sa.LargeBinary),
+    sa.Column("last_valid_block_height", sa.BigInteger),
+    sa.Column("error", sa.Text, nullable=False),
+    sa.Column("created_at", sa.BigInteger, nullable=False),
+    sa.Column("updated_at", sa.BigInteger, nullable=False),
+    sa.CheckConstraint("micro_kvr > 0", name="claim_positive"),
+)
+
+claim_items = sa.Table(
+    "claim_items",
+    metadata,
+    sa.Column("claim_id", sa.ForeignKey("claims.id"), primary_key=True),
+    sa.Column("wallet", sa.String(44), primary_key=True),
+    sa.Column("worker_id", sa.String(256), primary_key=True),
+    sa.Column("kind", sa.String(16), primary_key=True),
+    sa.Column("micro_kvr", sa.BigInteger, nullable=False),
+    sa.ForeignKeyConstraint(
+        ["wallet", "worker_id", "kind"], ["accounts.wallet", "accounts.worker_id", "accounts.kind"]
+    ),
+)
+"""Which rows a claim empties; a claim that failed on chain gives them back."""
+
+attempts = sa.Table(
+    "attempts",
+    metadata,
+    sa.Column("signature", sa.String(96), primary_key=True),
+    sa.Column("claim_id", sa.ForeignKey("claims.id"), nullable=False, index=True),
+    sa.Column("outcome", sa.String(16), nullable=False),
+    sa.Column("at", sa.BigInteger, nullable=False),
+)
+"""Every transaction ever signed for a claim, so that an expired one can still be found on chain."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRecord:
+    """The end of one request. ``ring`` and ``token_rows`` are set when a ring is to be paid for it."""
+
+    request_id: str
+    prompt_tokens: int | None
+    completion_tokens: int
+    finish: str
+    tokens: tuple[int, ...]
+    ring: str = ""
+    generation: int = 0
+    plan: str = ""
+    token_rows: int = 0
+
+
+class Store:
+    """One database. ``open`` makes the tables; ``close`` gives the connections back."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    @classmethod
+    def open(cls, url: str) -> Store:
+        """Connect and create what is missing.
+
+        Raises:
+            LedgerError: the URL cannot be used, or a newer version of this program wrote the database.
+        """
+        try:
+            parsed = make_url(url)
+            if parsed.get_backend_name() == "sqlite" and parsed.database not in (None, "", ":memory:"):
+                Path(str(parsed.database)).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            engine = make_engine(parsed)
+            metadata.create_all(engine)
+            store = cls(engine)
+            found = int(store.remember("schema_version", str(SCHEMA_VERSION)))
+        except (SQLAlchemyError, OSError, ModuleNotFoundError) as error:
+            raise LedgerError(
+                "store_unavailable",
+                f"The settlement database cannot be opened: {error.__class__.__name__}.",
+                "Check gateway.database, and that its folder or server can be written to.",
+            ) from error
+        if found != SCHEMA_VERSION:
+            raise LedgerError(
+                "store_version",
+                f"The settlement database has schema version {found}; this program writes version {SCHEMA_VERSION}.",
+                "Run the version of kvasir-console that wrote it, or give another gateway.database.",
+            )
+        return store
+
+    def close(self) -> None:
+        self._engine.dispose()
+
+    @contextmanager
+    def write(self) -> Iterator[Connection]:
+        """A transaction that may write; it commits at the end and rolls back on any error.
+
+        Raises:
+            LedgerError: the database is locked by others for longer than the busy time-out.
+        """
+        try:
+            with self._engine.connect().execution_options(kvasir_write=True) as connection, connection.begin():
+                yield connection
+        except OperationalError as error:
+            raise LedgerError(
+                "store_busy", "The settlement database did not take the change.", "Try again in a moment."
+            ) from error
+
+    @contextmanager
+    def read(self) -> Iterator[Connection]:
+        """A consistent view."""
+        with self._engine.connect() as connection, connection.begin():
+            yield connection
+
+    def remember(self, name: str, value: str) -> str:
+        """The fact ``name``; ``value`` is kept as it if there is none yet."""
+        with self.write() as connection:
+            found = connection.scalar(sa.select(facts.c.value).where(facts.c.name == name))
+            if found is None:
+                connection.execute(facts.insert().values(name=name, value=value))
+                return value
+            return str(found)
+
+    def set_fact(self, name: str, value: str) -> None:
+        with self.write() as connection:
+            if not connection.execute(facts.update().where(facts.c.name == name).values(value=value)).rowcount:
+                connection.execute(facts.insert().values(name=name, value=value))
+
+    def fact(self, name: str) -> str | None:
+        with self.read() as connection:
+            return connection.scalar(sa.select(facts.c.value).where(facts.c.name == name))
+
+    def issue_nonce(self, wallet: str, purpose: str, now: int, ttl_s: int = NONCE_TTL_S) -> str:
+        """A fresh single-use nonce, 16 random bytes in hex, bound to ``wallet`` and ``purpose``.
+
+        A wallet has a bounded number outstanding and its oldest gives way: asking needs no proof, so a refusal here
+        would let anyone lock a wallet out.
+
+        Raises:
+            LedgerError: ``too_many_nonces`` when the total is outstanding.
+        """
+        nonce = secrets.token_hex(16)
+        with self.write() as connection:
+            connection.execute(nonces.delete().where(nonces.c.expires_at <= now))
+            total = connection.scalar(sa.select(sa.func.count()).select_from(nonces)) or 0
+            if total >= NONCES_TOTAL:
+                raise LedgerError(
+                    "too_many_nonces", f"{total} challenges are outstanding.", "Try again in a few minutes."
+                )
+            mine = (
+                connection.scalars(
+                    sa.select(nonces.c.nonce)
+                    .where(nonces.c.wallet == wallet)
+                    .order_by(nonces.c.issued_at.desc(), nonces.c.nonce)
+                    .offset(NONCES_PER_WALLET - 1)
+                )
+            ).all()
+            if mine:
+                connection.execute(nonces.delete().where(nonces.c.nonce.in_(mine)))
+            connection.execute(
+                nonces.insert().values(
+                    nonce=nonce, wallet=wallet, purpose=purpose, issued_at=now, expires_at=now + ttl_s
+                )
+            )
+        return nonce
+
+    def consume_nonce(self, nonce: str, wallet: str, purpose: str, now: int) -> bool:
+        """Whether ``nonce`` was issued for exactly this and is alive. It is spent either way."""
+        with self.write() as connection:
+            row = connection.execute(
+                nonces.delete()
+                .where(nonces.c.nonce == nonce)
+                .returning(nonces.c.wallet, nonces.c.purpose, nonces.c.expires_at)
+            ).one_or_none()
+        return row is not None and row.wallet == wallet and row.purpose == purpose and row.expires_at > now
+
+    def plan_generation(self, ring: str, content: str) -> int:
+        """The generation of a plan with this ``content``: one more than the last whenever the content changed."""
+        with self.write() as connection:
+            row = connection.execute(sa.select(plans).where(plans.c.ring == ring).with_for_update()).one_or_none()
+            if row is None:
+                connection.execute(plans.insert().values(ring=ring, generation=1, content=content))
+                return 1
+            if row.content == content:
+                return int(row.generation)
+            generation = int(row.generation) + 1
+            connection.execute(
+                plans.update().where(plans.c.ring == ring).values(generation=generation, content=content)
+            )
+            return generation
+
+    def begin_request(self, request_id: str, model: str, now: int) -> None:
+        with self.write() as connection:
+            connection.execute(requests.insert().values(id=request_id, model=model, created=now, completion_tokens=0))
+
+    def finish_request(self, record: RequestRecord, now: int) -> None:
+        """Close a request and, in the same transaction, count its rows for the ring that served it."""
+        with self.write() as connection:
+            closed = connection.execute(
+                requests.update()
+                .where(requests.c.id == record.request_id, requests.c.finished.is_(None))
+                .values(
+                    finished=now,
+                    prompt_tokens=record.prompt_tokens,
+                    completion_tokens=record.completion_tokens,
+                    finish=record.finish,
+                    tokens=json.dumps(record.tokens, separators=(",", ":")),
+                )
+            ).rowcount
+            if not closed or not record.ring or record.token_rows <= 0:
+                return
+            key = (ring_totals.c.ring == record.ring, ring_totals.c.generation == record.generation)
+            counted = connection.execute(
+                ring_totals.update()
+                .where(*key)
+                .values(
+                    token_rows=ring_totals.c.token_rows + record.token_rows,
+                    requests=ring_totals.c.requests + 1,
+                    updated_at=now,
+                )
+            ).rowcount
+            if not counted:
+                connection.execute(
+                    ring_totals.insert().values(
+                        ring=record.ring,
+                        generation=record.generation,
+                        token_rows=record.token_rows,
+                        requests=1,
+                        plan=record.plan,
+                        updated_at=now,
+                    )
+                )
+
+    def request(self, request_id: str) -> Mapping[str, Any] | None:
+        with self.read() as connection:
+            row = connection.execute(sa.select(requests).where(requests.c.id == request_id)).one_or_none()
+            return None if row is None else dict(row._mapping)
+
+    def forget_content(self, now: int, ttl_s: int = CONTENT_TTL_S) -> int:
+        """Erase the tokens of answers older than ``ttl_s``; how many were erased."""
+        with self.write() as connection:
+            return connection.execute(
+                requests.update()
+                .where(requests.c.created < now - ttl_s, requests.c.tokens.is_not(None))
+                .values(tokens=None)
+            ).rowcount
+
+
+def make_engine(url: URL) -> Engine:
+    """An engine whose transactions begin the way the module's docstring says."""
+    if url.get_backend_name() != "sqlite":
+        return sa.create_engine(url, pool_pre_ping=True)
+    engine = sa.create_engine(url, connect_args={"timeout": BUSY_TIMEOUT_MS / 1000})
+
+    @event.listens_for(engine, "connect")
+    def _prepare(connection: Any, _record: ConnectionPoolEntry) -> None:
+        # The driver opens transactions by itself, and late; from here on only "begin" below does.
+        connection.isolation_level = None
+        for pragma in (
+            "journal_mode=WAL",
+            "synchronous=FULL",
+            "foreign_keys=ON",
+            f"busy_timeout={BUSY_TIMEOUT_MS}",
+        ):
+            connection.execute(f"PRAGMA {pragma}")
+
+    @event.listens_for(engine, "begin")
+    def _begin(connection: Connection) -> None:
+        writes = connection.get_execution_options().get("kvasir_write", False)
+        connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+
+    return engine
+
+
+__all__ = [
+    "IntegrityError",
+    "RequestRecord",
+    "Store",
+    "accounts",
+    "attempts",
+    "claim_items",
+    "claims",
+    "counters",
+    "facts",
+    "make_engine",
+    "meter",
+    "metadata",
+    "nonces",
+    "plans",
+    "requests",
+    "ring_totals",
+]

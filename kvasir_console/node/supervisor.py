@@ -115,8 +115,8 @@ class ChildProcess:
 
 
 def module_argv(module: str, *arguments: str) -> list[str]:
-    """The command line of a child that is part of this program; it dies with this process."""
-    return [sys.executable, "-m", module, *arguments, "--parent", str(os.getpid())]
+    """The command line of a child that is part of this program."""
+    return [sys.executable, "-m", module, *arguments]
 
 
 class Engine:
@@ -140,9 +140,9 @@ class Engine:
         self.data_socket = runtime / f"{name}.data"
         self.client: EngineClient | None = None
         self._on_ready = on_ready
-        self._on_exit = on_exit or (lambda reason: None)
+        self._on_exit = on_exit
         arguments = ["--runtime", str(runtime), "--name", name, "--device", config.device]
-        arguments += ["--threads", str(config.threads)]
+        arguments += ["--threads", str(config.threads), "--parent", str(os.getpid())]
         self._child = ChildProcess(f"engine {name}", module_argv("kvasir_console.engine.process", *arguments), log_file)
         self.restarts = 0
 
@@ -157,7 +157,8 @@ class Engine:
             while True:
                 started = time.monotonic()
                 reason = await self._once()
-                self._on_exit(reason)
+                if self._on_exit is not None:
+                    self._on_exit(reason)
                 log.warning("%s It is started again in %g s.", reason, pause_s)
                 pause_s = 1.0 if time.monotonic() - started > 60 else min(2 * pause_s, 30.0)
                 await asyncio.sleep(pause_s)

@@ -161,11 +161,15 @@ def verify(wallet: str, message: bytes, signature: bytes) -> bool:
 
 
 def decode_signature(text: str) -> bytes:
-    """The 64 bytes of a signature in standard base64 with padding. Raises ``WalletError`` ``signature_malformed``."""
+    """The 64 bytes of a signature in standard base64 with padding, of which each signature has one spelling.
+
+    Raises:
+        WalletError: ``signature_malformed``.
+    """
     try:
         signature = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):
         signature = b""
-    if len(signature) != SIGNATURE_BYTES:
+    if len(signature) != SIGNATURE_BYTES or base64.b64encode(signature).decode() != text:
         raise WalletError("signature_malformed", "That is not an ed25519 signature in base64.")
     return signature

@@ -9,8 +9,8 @@ import re
 
 from kvasir_console.engine.checkpoint.gguf import Checkpoint, TensorInfo
 from kvasir_console.engine.checkpoint.shape import ModelShape, refuse
+from kvasir_console.engine.checkpoint.shard_info import EXPERT_TENSORS, is_expert_shard, read_expert_shard
 
-EXPERT_TENSORS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
 _BLOCK_NAME = re.compile(r"blk\.(\d{1,9})\.")
 
 
@@ -45,10 +45,10 @@ def stage_tensors(
 def expert_ranges(
     checkpoint: Checkpoint, layer: int, begin: int, end: int
 ) -> tuple[tuple[TensorInfo, int, int], tuple[TensorInfo, int, int], tuple[TensorInfo, int, int]]:
-    """Where the experts ``[begin, end)`` of ``layer`` lie in its gate, up and down tensors of a model or stage file.
+    """Where the experts ``[begin, end)`` of ``layer`` lie in its gate, up and down tensors.
 
-    The expert is the outermost dimension, so a range of experts is one range of bytes. Ids count from the first expert
-    stored: in an expert shard, expert 0 is the first one it holds.
+    The expert is the outermost dimension, so a range of experts is one range of bytes. Ids are those of the model,
+    also when ``checkpoint`` is an expert shard that holds only some of them.
 
     Returns:
         For gate, up and down, in this order: the tensor and the range ``[begin, end)`` of its bytes.
@@ -56,17 +56,26 @@ def expert_ranges(
     Raises:
         ModelError: the layer holds no routed experts, or not these.
     """
-    gate, up, down = (_expert_range(checkpoint, f"blk.{layer}.{part}.weight", begin, end) for part in EXPERT_TENSORS)
+    first = 0
+    if is_expert_shard(checkpoint):
+        shard = read_expert_shard(checkpoint)
+        first = shard.begin
+        if shard.layer != layer:
+            refuse(checkpoint, f"the expert shard holds layer {shard.layer}, not layer {layer}")
+    gate, up, down = (
+        _expert_range(checkpoint, f"blk.{layer}.{part}.weight", first, begin, end) for part in EXPERT_TENSORS
+    )
     return gate, up, down
 
 
-def _expert_range(checkpoint: Checkpoint, name: str, begin: int, end: int) -> tuple[TensorInfo, int, int]:
+def _expert_range(checkpoint: Checkpoint, name: str, first: int, begin: int, end: int) -> tuple[TensorInfo, int, int]:
     tensor = checkpoint.tensors.get(name)
     if tensor is None:
         refuse(checkpoint, f"the tensor {name} is missing, so the layer has no routed experts here")
     if len(tensor.dims) != 3:
         refuse(checkpoint, f"the tensor {name} has {len(tensor.dims)} dimensions, not the three of a bank of experts")
-    if not 0 <= begin < end <= tensor.dims[2]:
-        refuse(checkpoint, f"the experts [{begin}, {end}) do not lie in the {tensor.dims[2]} of {name}")
-    expert_bytes = tensor.n_bytes // tensor.dims[2]
-    return tensor, begin * expert_bytes, end * expert_bytes
+    stored = tensor.dims[2]
+    if not first <= begin < end <= first + stored:
+        refuse(checkpoint, f"the experts [{begin}, {end}) do not lie in the [{first}, {first + stored}) of {name}")
+    expert_bytes = tensor.n_bytes // stored
+    return tensor, (begin - first) * expert_bytes, (end - first) * expert_bytes

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -126,7 +126,7 @@ class EngineClient:
                     progress(int(message["done_bytes"]), int(message["total_bytes"]))
         raise _gone()
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenEvent | DoneEvent]:
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenEvent | DoneEvent, None]:
         """Token events, then one ``DoneEvent``. Closing the iterator before its end cancels the request."""
         fields = {key: value for key, value in asdict(request).items() if value is not None}
         finished = False

@@ -55,6 +55,7 @@ class ExpertServer:
                     reply = await self._answer(request)
                     writer.write(reply)
                     await writer.drain()
+            decoder.eof()
         except dispatch.DispatchError as error:
             self.served.rejected += 1
             log.warning("a dispatch request is refused and its connection closed: %s", error)

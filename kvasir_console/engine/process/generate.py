@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -115,7 +115,7 @@ class Generator:
                 "Shorten the prompt or lower max_tokens.",
             )
 
-    async def run(self, request: GenerateRequest, prompt: list[int]) -> AsyncIterator[TokenEvent | DoneEvent]:
+    async def run(self, request: GenerateRequest, prompt: list[int]) -> AsyncGenerator[TokenEvent | DoneEvent, None]:
         """Token events and the final event of one request. Closing the iterator frees the sequence."""
         trace = None
         if request.trace:

@@ -32,8 +32,6 @@ from kvasir_console.relay.wire.preamble import Preamble, Wire
 log = logging.getLogger(__name__)
 
 _READ_BYTES = 256 * 1024
-MAX_PAIRS = dispatch.MAX_PAIRS
-MAX_ROWS = dispatch.MAX_ROWS
 
 
 @dataclass(slots=True)
@@ -169,7 +167,7 @@ class Router:
         sent: list[tuple[Session, _Pairs, concurrent.futures.Future[torch.Tensor]]] = []
         for session in holders:
             mine = (pairs.ids >= session.preamble.begin) & (pairs.ids < session.preamble.end) & ~taken
-            if not bool(mine.any()) or not _fits(part := pairs.where(mine)):
+            if not bool(mine.any()) or not _fits(part := pairs.where(mine), session.wire):
                 continue
             taken |= mine
             sent.append((session, part, self._send(session, x, part)))
@@ -233,7 +231,10 @@ class Router:
     ) -> torch.Tensor:
         n_rows, n_embd = request.rows.shape
         n_pairs = len(request.ids)
-        size = dispatch.reply_bytes(session.wire, n_embd, n_rows, n_pairs)
+        # Hidden states beyond half precision's range would become infinite on the thrifty wire.
+        wire = session.wire if session.wire is not Wire.V2F16 or dispatch.fits_f16(request) else Wire.V2
+        encoded = dispatch.encode_request(request, wire)
+        size = dispatch.reply_bytes(wire, n_embd, n_rows, n_pairs)
         waiting = _Pending(size, self._loop.create_future())
         session.stats.in_flight += n_pairs
         started = time.monotonic()
@@ -242,12 +243,12 @@ class Router:
                 if session.broken:
                     raise ConnectionResetError("the session is closed")
                 session.pending.append(waiting)
-                session.writer.write(dispatch.encode_request(request, session.wire))
+                session.writer.write(encoded)
                 await session.writer.drain()
                 reply = await waiting.reply
         finally:
             session.stats.in_flight -= n_pairs
-        partial = _weighted(request, dispatch.decode_reply(session.wire, reply, n_embd), session.wire)
+        partial = _weighted(request, dispatch.decode_reply(wire, reply, n_embd), wire)
         if not np.isfinite(partial).all() and np.isfinite(request.rows).all():
             raise ValueError("the worker answered with values that are not finite")
         self._acknowledge(session.stats, n_embd, n_rows, n_pairs, (time.monotonic() - started) * 1e3)
@@ -299,8 +300,11 @@ async def _receive(session: Session) -> None:
             data = data[waiting.size :]
 
 
-def _fits(pairs: _Pairs) -> bool:
-    return len(pairs) <= MAX_PAIRS and int(pairs.rows[-1] - pairs.rows[0]) < MAX_ROWS
+def _fits(pairs: _Pairs, wire: Wire) -> bool:
+    """Whether one request of this wire can carry the pairs (v1 repeats a row for each of its pairs)."""
+    if wire is Wire.V1:
+        return len(pairs) <= dispatch.MAX_TOKENS
+    return len(pairs) <= dispatch.MAX_PAIRS and int(pairs.rows[-1] - pairs.rows[0]) < dispatch.MAX_ROWS
 
 
 def _weighted(request: dispatch.Request, reply: np.ndarray[Any, Any], wire: Wire) -> np.ndarray[Any, Any]:

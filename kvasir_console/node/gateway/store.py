@@ -20,7 +20,7 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy import event
 from sqlalchemy.engine import URL, Connection, Engine, make_url
-from sqlalchemy.exc import IntegrityError, OperationalError, SQLAlchemyError
+from sqlalchemy.exc import OperationalError, SQLAlchemyError
 from sqlalchemy.pool import ConnectionPoolEntry
 
 from kvasir_console.errors import LedgerError
@@ -409,23 +409,3 @@ def make_engine(url: URL) -> Engine:
         connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
 
     return engine
-
-
-__all__ = [
-    "IntegrityError",
-    "RequestRecord",
-    "Store",
-    "accounts",
-    "attempts",
-    "claim_items",
-    "claims",
-    "counters",
-    "facts",
-    "make_engine",
-    "meter",
-    "metadata",
-    "nonces",
-    "plans",
-    "requests",
-    "ring_totals",
-]

@@ -231,7 +231,8 @@ def decode_admit(frame: Frame) -> Admit:
 
 def encode_error(error: KvasirError) -> bytes:
     """An ERROR payload; long texts are cut."""
-    return json.dumps({key: value[:_MAX_ERROR_TEXT] for key, value in error.as_dict().items()}).encode()
+    fields = {key: value[:_MAX_ERROR_TEXT] for key, value in error.as_dict().items()}
+    return json.dumps(fields, ensure_ascii=False).encode(errors="replace")
 
 
 def decode_error(payload: bytes) -> KvasirError:

@@ -1,0 +1,161 @@
+"""The command line: names, options and help. Each command's work lives where its subject does.
+
+stdout is data, stderr is talk, and every failure ends with one message, its next step and a documented exit code
+(``errors.ExitCode``). Nothing heavy is imported before a command needs it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from kvasir_console import __version__
+from kvasir_console.errors import ExitCode, KvasirError, UsageError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code."""
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    try:
+        return int(_run(arguments, parser))
+    except KvasirError as error:
+        print(f"kvasir-console: {error.message}", file=sys.stderr)
+        if error.hint:
+            print(f"  {error.hint}", file=sys.stderr)
+        return int(error.exit_code)
+    except KeyboardInterrupt:
+        return int(ExitCode.INTERRUPTED)
+    except BrokenPipeError:
+        return int(ExitCode.OK)
+
+
+def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    match arguments.command:
+        case None:
+            return _console(arguments)
+        case "local":
+            from kvasir_console.local import command as local
+
+            return local.run(arguments)
+        case "models":
+            from kvasir_console.node import models_command
+
+            return models_command.run(arguments)
+        case "wallet":
+            from kvasir_console.wallet import command as wallet
+
+            return wallet.run(arguments)
+        case "gateway":
+            from kvasir_console import headless
+
+            return headless.run_gateway(_load(arguments))
+        case "status":
+            from kvasir_console import headless
+
+            return headless.print_status(as_json=arguments.json)
+    parser.error(f"unknown command {arguments.command}")
+
+
+def _console(arguments: argparse.Namespace) -> int:
+    """The node itself: on a terminal with its screens, with ``--headless`` without."""
+    if arguments.headless:
+        from kvasir_console import headless
+
+        return headless.run_node(_load(arguments), arguments)
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise UsageError(
+            "no_terminal",
+            "The console's screens need a terminal on stdin and stdout.",
+            "Run kvasir-console --headless on a server.",
+        )
+    from kvasir_console.screens import app
+
+    return app.run_console(_load(arguments), arguments)
+
+
+def _load(arguments: argparse.Namespace):  # type: ignore[no-untyped-def]
+    from kvasir_console import config
+    from kvasir_console.paths import Paths
+
+    flags = {}
+    for setting in arguments.set or ():
+        name, separator, value = setting.partition("=")
+        if not separator:
+            raise UsageError("bad_setting", f"--set {setting}: write it as section.key=value.")
+        flags[name] = value
+    return config.load(Paths.from_environment().config_file, flags=flags)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="kvasir-console",
+        description="A node of the Kvasir network: it serves a slice of an open model and earns KVR for the work.",
+        epilog="Exit codes: 0 ok, 1 failure, 2 usage or configuration, 3 network, 4 wallet, 5 model file, "
+        "6 engine, 7 ledger, 8 port, disk or memory, 130 interrupted.",
+    )
+    parser.add_argument("--version", action="version", version=f"kvasir-console {__version__}")
+    parser.add_argument("--headless", action="store_true", help="run the node without screens, one line per change")
+    _node_options(parser)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    _local_parser(commands.add_parser("local", help="the whole network on this machine, with real parts"))
+    _models_parser(commands.add_parser("models", help="list, pull, inspect and make checkpoints"))
+    _wallet_parser(commands.add_parser("wallet", help="create or import the wallet, show its address"))
+    gateway = commands.add_parser("gateway", help="run the gateway, hub and front port (operators)")
+    _setting_option(gateway)
+    status = commands.add_parser("status", help="the state of the node that runs with this KVASIR_HOME")
+    status.add_argument("--json", action="store_true", help="print the whole snapshot as JSON")
+    return parser
+
+
+def _setting_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--set", action="append", metavar="SECTION.KEY=VALUE", help="override one configuration value")
+
+
+def _node_options(parser: argparse.ArgumentParser) -> None:
+    _setting_option(parser)
+    parser.add_argument("--passphrase-file", metavar="FILE", help="file with the vault's passphrase (mode 0600)")
+    parser.add_argument("--passphrase-fd", type=int, metavar="FD", help="file descriptor to read it from")
+
+
+def _local_parser(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--headless", action="store_true", help="no screens, even on a terminal")
+    parser.add_argument("--once", action="store_true", help="one pass through everything, then stop")
+    parser.add_argument("--prompt", default="The capital of France is", help="raw prompt of the pass")
+    parser.add_argument("--max-tokens", type=int, default=32, metavar="N", help="tokens to generate (default 32)")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON on stdout")
+    parser.add_argument("--nodes", type=int, default=2, metavar="N", help="expert nodes (default 2)")
+    parser.add_argument(
+        "--model", metavar="FILE", help="a mixture-of-experts GGUF to serve instead of the upcycled one"
+    )
+    parser.add_argument("--port", type=int, default=0, help="the gateway's port (default: a free one)")
+    parser.add_argument("--keep", action="store_true", help="keep homes, wallets and logs for a look afterwards")
+
+
+def _models_parser(parser: argparse.ArgumentParser) -> None:
+    commands = parser.add_subparsers(dest="models_command", metavar="COMMAND", required=True)
+    listing = commands.add_parser("list", help="the catalogue, and what is here already")
+    listing.add_argument("--json", action="store_true")
+    pull = commands.add_parser("pull", help="fetch a checkpoint, verified against its pinned digest")
+    pull.add_argument("name")
+    inspect = commands.add_parser("inspect", help="what a GGUF file holds")
+    inspect.add_argument("file")
+    inspect.add_argument("--json", action="store_true")
+    upcycle = commands.add_parser("upcycle", help="make the mixture-of-experts checkpoint out of a dense one")
+    upcycle.add_argument("name")
+
+
+def _wallet_parser(parser: argparse.ArgumentParser) -> None:
+    commands = parser.add_subparsers(dest="wallet_command", metavar="COMMAND", required=True)
+    create = commands.add_parser("create", help="a new wallet; its words are shown once")
+    create.add_argument("--words", type=int, choices=(12, 24), default=24)
+    restore = commands.add_parser("import", help="restore a wallet from its words")
+    for command in (create, restore):
+        command.add_argument("--passphrase-file", metavar="FILE")
+        command.add_argument("--passphrase-fd", type=int, metavar="FD")
+    address = commands.add_parser("address", help="this wallet's address")
+    address.add_argument("--json", action="store_true")
+    commands.add_parser("unlock", help="unlock the wallet of the node that runs with this KVASIR_HOME")
+    claim = commands.add_parser("claim", help="claim what this wallet earned")
+    claim.add_argument("--json", action="store_true")

@@ -1,0 +1,103 @@
+"""The node and the gateway without screens: the same ``Node``, one line for each change, no UI code loaded."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import signal
+import sys
+import time
+from pathlib import Path
+
+from kvasir_console import logs
+from kvasir_console.config import Config
+from kvasir_console.errors import ExitCode
+from kvasir_console.paths import Paths
+
+
+def run_node(config: Config, arguments: argparse.Namespace) -> int:
+    """Run a node until SIGTERM or SIGINT."""
+    from kvasir_console.wallet.passphrase import read_passphrase
+
+    paths = Paths.from_environment().ensure()
+    logs.configure(paths.log_file)
+    passphrase = read_passphrase(
+        file=Path(arguments.passphrase_file) if arguments.passphrase_file else None,
+        fd=arguments.passphrase_fd,
+        prompt="Passphrase of the wallet (empty: run locked): " if sys.stdin.isatty() else None,
+    )
+    return asyncio.run(_node(config, paths, passphrase))
+
+
+async def _node(config: Config, paths: Paths, passphrase: str | None) -> int:
+    from kvasir_console.node.admin import AdminServer
+    from kvasir_console.node.node import Node
+    from kvasir_console.node.snapshot import NodeSnapshot
+
+    node = Node(config, paths)
+
+    def line(snapshot: NodeSnapshot) -> None:
+        state = snapshot.state
+        moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(state.since_s))
+        print(f"{moment} {state.phase.value}: {state.why} {state.next_action}".rstrip(), file=sys.stderr, flush=True)
+
+    node.listen(line)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, node.stop)
+    async with AdminServer(paths.runtime / "node.sock", node.verbs()):
+        await node.run(passphrase)
+    return ExitCode.OK
+
+
+def run_gateway(config: Config) -> int:
+    """Run the gateway, its hub and its front port until SIGTERM or SIGINT."""
+    paths = Paths.from_environment().ensure()
+    logs.configure(paths.state / "gateway.log")
+    return asyncio.run(_gateway(config, paths))
+
+
+async def _gateway(config: Config, paths: Paths) -> int:
+    from kvasir_console.node.gateway.engines import SupervisedEngines
+    from kvasir_console.node.gateway.service import GatewayService
+
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopping.set)
+    async with SupervisedEngines(paths, config.engine) as engines:
+        async with GatewayService(config, paths, engines.start) as service:
+            print(f"The gateway answers on {service.url}", file=sys.stderr, flush=True)
+            await stopping.wait()
+    return ExitCode.OK
+
+
+def print_status(*, as_json: bool) -> int:
+    """Print the state of the node that runs with this home."""
+    return asyncio.run(_status(as_json))
+
+
+async def _status(as_json: bool) -> int:
+    from kvasir_console.node.admin import AdminClient
+    from kvasir_console.wallet.token import format_kvr
+
+    client = AdminClient(Paths.from_environment().runtime / "node.sock")
+    snapshot = await client.snapshot()
+    await client.close()
+    if as_json:
+        print(json.dumps(snapshot.to_json(), indent=2))
+        return ExitCode.OK
+    state, earnings = snapshot.state, snapshot.earnings
+    pending = "N/A" if earnings.pending_micro_kvr is None else f"{format_kvr(earnings.pending_micro_kvr)} KVR"
+    paid = "N/A" if earnings.paid_micro_kvr is None else f"{format_kvr(earnings.paid_micro_kvr)} KVR"
+    print(f"{snapshot.name}  {snapshot.wallet}{'  (locked)' if snapshot.wallet_locked else ''}")
+    print(f"{state.phase.value} for {snapshot.at_s - state.since_s:.0f} s: {state.why}")
+    print(f"next: {state.next_action}")
+    if snapshot.held is not None:
+        held = snapshot.held
+        where = f"layer {held.layer}, experts" if held.kind == "experts" else "layers"
+        print(f"holds {held.model}, {where} [{held.begin}, {held.end}) of {held.total}")
+    print(f"work: {snapshot.work.requests} requests, {snapshot.work.rows} rows, {snapshot.work.pairs} pairs")
+    print(f"earned: {pending} pending, {paid} paid")
+    return ExitCode.OK

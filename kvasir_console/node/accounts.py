@@ -1,0 +1,92 @@
+"""The node's money as its gateway and the chain state it: units, credited, carried, pending, paid, balance."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+from kvasir_console.config import WalletConfig
+from kvasir_console.errors import KvasirError, LedgerError
+from kvasir_console.node.market import GatewayInfo, Market
+from kvasir_console.node.signing import WalletSigner
+from kvasir_console.node.snapshot import EarningsView
+from kvasir_console.relay.wire.signed import ActionKind
+
+
+class Accounts:
+    """Reads earnings, signs claims. ``refresh`` is called from time to time; ``view`` is what was last known."""
+
+    def __init__(self, market: Market, signer: WalletSigner, wallet: str, config: WalletConfig) -> None:
+        self._market = market
+        self._signer = signer
+        self._wallet = wallet
+        self._config = config
+        self._minimum: int | None = None
+        self._view = EarningsView()
+
+    def learn(self, info: GatewayInfo) -> None:
+        """What the gateway's configuration says about money."""
+        self._minimum = info.minimum_claim_micro_kvr
+
+    def view(self) -> EarningsView:
+        return self._view
+
+    @property
+    def claimable(self) -> bool:
+        pending = self._view.pending_micro_kvr
+        return pending is not None and self._minimum is not None and pending >= max(self._minimum, 1)
+
+    async def refresh(self) -> None:
+        """Raises ``NetworkError`` when the gateway cannot be read; the last values then stay."""
+        status = await self._market.earnings(self._wallet)
+        totals = status.get("totals") or {}
+        claims = await self._market.claims(self._wallet)
+        last: dict[str, Any] = claims[-1] if claims else {}
+        self._view = EarningsView(
+            micro_units=_integer(totals, "microUnits"),
+            credited_micro_kvr=_integer(totals, "creditedMicroKvr"),
+            carried_micro_kvr=totals.get("carriedMicroKvr"),
+            pending_micro_kvr=_integer(totals, "pendingMicroKvr"),
+            paid_micro_kvr=_integer(totals, "paidMicroKvr"),
+            wallet_micro_kvr=self._view.wallet_micro_kvr,
+            minimum_claim_micro_kvr=self._minimum,
+            claim_state=str(last.get("state", "")),
+            last_signature=str(last.get("signature") or ""),
+        )
+        with contextlib.suppress(KvasirError):
+            await self._refresh_balance()
+
+    async def _refresh_balance(self) -> None:
+        from dataclasses import replace
+
+        from kvasir_console.wallet.chain import open_chain
+
+        async with open_chain(self._config) as chain:
+            balance = await chain.kvr_balance(self._wallet)
+        self._view = replace(self._view, wallet_micro_kvr=balance)
+
+    async def claim(self) -> dict[str, Any]:
+        """Claim everything that is pending for this wallet with one signed action.
+
+        Raises:
+            LedgerError: nothing to claim, or less than the gateway's minimum.
+            WalletError: the wallet is locked.
+        """
+        await self.refresh()
+        pending = self._view.pending_micro_kvr or 0
+        if not self.claimable:
+            raise LedgerError(
+                "nothing_to_claim",
+                f"{pending} micro-KVR are pending; the gateway pays from {self._minimum} on.",
+                "It accrues with the work this node does.",
+            )
+        challenge = await self._market.action_challenge(self._wallet, ActionKind.CLAIM.value)
+        message, signature = await self._signer.sign_action(ActionKind.CLAIM, {}, challenge)
+        claim = await self._market.claim(self._wallet, message, signature)
+        await self.refresh()
+        return claim
+
+
+def _integer(values: dict[str, Any], key: str) -> int | None:
+    value = values.get(key)
+    return value if type(value) is int else None

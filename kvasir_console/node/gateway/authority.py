@@ -1,0 +1,112 @@
+"""Who may dial the hub, and where an admitted session leads."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Protocol
+
+from kvasir_console.errors import WalletError
+from kvasir_console.node.gateway.census import Census
+from kvasir_console.node.gateway.identity import Identity
+from kvasir_console.node.gateway.plans import PlannedRing
+from kvasir_console.relay.authority import Admission, Refused
+from kvasir_console.relay.closing import CloseCode
+from kvasir_console.relay.hub import EXPERT_PATH
+from kvasir_console.relay.wire.preamble import Kind, Preamble
+
+
+class Trunks(Protocol):
+    """The engines that dispatch experts."""
+
+    def data_socket(self, model: str) -> Path | None:
+        """Where sessions of ``model`` go; ``None`` while its engine is not ready."""
+        ...
+
+
+class Sessions(Protocol):
+    """Learns which worker a session belongs to, for as long as its work is counted."""
+
+    def admitted(self, session: str, wallet: str, worker_id: str, model: str, platform: Mapping[str, str]) -> None: ...
+
+
+class HubAuthority:
+    """Answers the hub from tokens, the census and the signed plans.
+
+    * An expert session belongs to the wallet that registered its name by a coverage report; only that wallet dials it.
+    * A ring edge admits the wallet that the plan names at that end, the entry edge the wallet of rank 0.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        census: Census,
+        rings: Mapping[str, PlannedRing],
+        trunks: Trunks,
+        sessions: Sessions,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._identity = identity
+        self._census = census
+        self._rings = rings
+        self._trunks = trunks
+        self._sessions = sessions
+        self._clock = clock
+
+    async def admit(self, path: str, query: Mapping[str, str], token: str | None) -> Admission:
+        """Raises ``Refused`` with the contract's close code (gateway contract 5.1)."""
+        try:
+            wallet = self._identity.wallet_of(token or "")
+        except WalletError as error:
+            raise Refused(CloseCode.UNAUTHORISED, error.code.replace("_", " ")) from error
+        if path == EXPERT_PATH:
+            return self._expert(wallet, query.get("session", ""))
+        return self._ring(wallet, query)
+
+    def _expert(self, wallet: str, session: str) -> Admission:
+        worker = self._census.session(session, self._clock())
+        if worker is None:
+            raise Refused(CloseCode.UNKNOWN_SESSION, "report coverage before dialling")
+        if worker.wallet != wallet:
+            raise Refused(CloseCode.FORBIDDEN, "the session belongs to another wallet")
+        socket = self._trunks.data_socket(worker.model)
+        if socket is None or not self._census.wired(worker):
+            raise Refused(CloseCode.UPSTREAM, "no engine dispatches to this window now")
+        window = worker.windows[0]
+        self._sessions.admitted(session, wallet, worker.worker_id, worker.model, worker.platform)
+        return Admission(
+            key=session,
+            wallet=wallet,
+            preamble=Preamble(
+                kind=Kind.DISPATCH,
+                session=session,
+                wallet=wallet,
+                model_digest=self._census.models[worker.model].digest,
+                layer=window.layer,
+                begin=window.begin,
+                end=window.end,
+                wires=worker.wires,
+            ),
+            engine_socket=socket,
+        )
+
+    def _ring(self, wallet: str, query: Mapping[str, str]) -> Admission:
+        ring_id, edge, role = query.get("controller_id", ""), query.get("edge", ""), query.get("role", "")
+        ring = self._rings.get(ring_id)
+        if ring is None:
+            raise Refused(CloseCode.UNKNOWN_SESSION, "no plan names this ring")
+        stages = ring.plan.stages
+        entry = edge == "entry"
+        if not entry and not (edge.isascii() and edge.isdigit() and len(edge) < 5 and int(edge) < len(stages)):
+            raise Refused(CloseCode.UNKNOWN_SESSION, "the ring has no such edge")
+        if role not in (("N",) if entry else ("P", "N")):
+            raise Refused(CloseCode.PROTOCOL, "an edge is dialled as P or N, the entry as N")
+        # Edge i leads from rank i, which is the predecessor on it, to the next rank; the entry leads to rank 0.
+        rank = 0 if entry else (int(edge) + (role == "N")) % len(stages)
+        if stages[rank].wallet != wallet:
+            raise Refused(CloseCode.FORBIDDEN, "the plan names another wallet here")
+        if entry:
+            return Admission(key=f"{ring_id}/entry/N", wallet=wallet, entry_model=ring.plan.model)
+        name = f"{ring_id}/{int(edge)}"
+        return Admission(key=f"{name}/{role}", wallet=wallet, peer_key=f"{name}/{'N' if role == 'P' else 'P'}")

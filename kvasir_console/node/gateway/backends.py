@@ -1,0 +1,133 @@
+"""What answers a chat request: the trunk engine of this machine, or rank 0 of a ring through the hub."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from kvasir_console.engine.process.client import DoneEvent, EngineClient, GenerateRequest, TokenEvent
+from kvasir_console.errors import EngineError, KvasirError
+from kvasir_console.node.gateway.plans import PlannedRing
+from kvasir_console.relay.hub import Hub
+
+Event = TokenEvent | DoneEvent
+Messages = tuple[dict[str, Any], ...]
+ENTRY_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class BackendInfo:
+    model_id: str
+    name: str
+    ring: PlannedRing | None = None
+    """The ring whose stages are paid for the rows of a request."""
+
+
+class Backend(Protocol):
+    """One served model."""
+
+    @property
+    def info(self) -> BackendInfo: ...
+
+    @property
+    def ready(self) -> bool:
+        """Whether a request has a chance now."""
+        ...
+
+    async def context_length(self) -> int:
+        """Most tokens of prompt and answer together. Raises ``KvasirError`` if the engine cannot be reached."""
+        ...
+
+    async def count_tokens(self, prompt: str | None, messages: Messages | None) -> int:
+        """Tokens of a prompt as ``generate`` will see it. Raises ``RequestError`` for one that cannot be served."""
+        ...
+
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:
+        """Tokens, then the end; closing the iterator early cancels the request."""
+        ...
+
+
+class _ClientBackend:
+    """A backend behind an engine's control stream."""
+
+    def __init__(self, info: BackendInfo) -> None:
+        self._info = info
+        self._known: tuple[EngineClient, int] | None = None
+
+    @property
+    def info(self) -> BackendInfo:
+        return self._info
+
+    async def client(self) -> EngineClient:
+        raise _not_ready(self._info.name)
+
+    async def context_length(self) -> int:
+        client = await self.client()
+        if self._known is None or self._known[0] is not client:
+            self._known = client, int((await client.info())["context_length"])
+        return self._known[1]
+
+    async def count_tokens(self, prompt: str | None, messages: Messages | None) -> int:
+        return await (await self.client()).count_tokens(prompt=prompt, messages=messages)
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:
+        async with contextlib.aclosing((await self.client()).generate(request)) as events:  # type: ignore[type-var]
+            async for event in events:
+                yield event
+
+
+class TrunkBackend(_ClientBackend):
+    """The engine on this machine that holds every layer. ``attach`` gives it a client whenever the engine is loaded."""
+
+    def __init__(self, info: BackendInfo) -> None:
+        super().__init__(info)
+        self._client: EngineClient | None = None
+
+    def attach(self, client: EngineClient | None) -> None:
+        self._client = client
+
+    @property
+    def ready(self) -> bool:
+        return self._client is not None and not self._client.closed
+
+    async def client(self) -> EngineClient:
+        if self._client is None or self._client.closed:
+            raise _not_ready(self._info.name)
+        return self._client
+
+
+class RingBackend(_ClientBackend):
+    """Rank 0 of a ring, over the entry session it dialled; the stream is opened once and serves every request."""
+
+    def __init__(self, info: BackendInfo, ring: PlannedRing, hub: Hub, timeout_s: float = ENTRY_TIMEOUT_S) -> None:
+        super().__init__(info)
+        self._ring_id = ring.plan.ring
+        self._hub = hub
+        self._timeout_s = timeout_s
+        self._client: EngineClient | None = None
+        self._opening = asyncio.Lock()
+
+    @property
+    def ready(self) -> bool:
+        return self._hub.entry_connected(self._ring_id)
+
+    async def client(self) -> EngineClient:
+        async with self._opening:
+            if self._client is None or self._client.closed:
+                await self.close()
+                self._client = EngineClient(*await self._hub.open_entry(self._ring_id, self._timeout_s))
+            return self._client
+
+    async def close(self) -> None:
+        if self._client is not None:
+            await self._client.close()
+            self._client = None
+
+
+def _not_ready(name: str) -> KvasirError:
+    return EngineError(
+        "model_not_ready", f"{name} is not loaded at the moment.", "It is being started; try again soon."
+    )

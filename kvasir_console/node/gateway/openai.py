@@ -1,0 +1,297 @@
+"""The OpenAI surface: models, health and chat completions, whole or streamed (gateway contract, section 6.1)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from kvasir_console.engine.process.client import DoneEvent, TokenEvent
+from kvasir_console.errors import EngineError, KvasirError, RequestError, UsageError, WalletError
+from kvasir_console.node.gateway.backends import Backend, Event
+from kvasir_console.node.gateway.chatrequest import DEFAULT_MAX_TOKENS, ChatRequest, ParameterError, parse_chat
+from kvasir_console.node.gateway.generation import Generation, Generations
+from kvasir_console.node.gateway.identity import Identity
+from kvasir_console.node.gateway.slots import BusyError, Slots
+from kvasir_console.node.gateway.web import MAX_DETAIL_CHARACTERS, error_type, read_json, status_of
+
+log = logging.getLogger(__name__)
+
+ENGINE_NAME = "kvasir-console"
+
+
+class OpenAI:
+    """Routes under ``/v1``.
+
+    Args:
+        public_url: base URL of this gateway; its hash qualifies model ids as the contract's do.
+        open_access: whether callers without the service token are served (a gateway on loopback).
+    """
+
+    def __init__(
+        self,
+        backends: Sequence[Backend],
+        generations: Generations,
+        identity: Identity,
+        *,
+        public_url: str,
+        open_access: bool,
+    ) -> None:
+        self._backends = {backend.info.model_id: backend for backend in backends}
+        self._slots = {backend.info.model_id: Slots() for backend in backends}
+        self._generations = generations
+        self._identity = identity
+        self._open_access = open_access
+        self._prefix = hashlib.sha1(public_url.encode(), usedforsecurity=False).hexdigest()[:8]
+        self._created = int(time.time())
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/v1/models", self.models, methods=["GET"]),
+            Route("/v1/health", self.health, methods=["GET"]),
+            Route("/v1/chat/completions", self.chat, methods=["POST"]),
+        ]
+
+    def qualified(self, model_id: str) -> str:
+        """``<8 hex>:<id>``, as ``/api/pay/models`` names a model."""
+        return f"{self._prefix}:{model_id}"
+
+    @property
+    def backends(self) -> Mapping[str, Backend]:
+        return self._backends
+
+    async def models(self, _request: Request) -> Response:
+        return JSONResponse(
+            {
+                "object": "list",
+                "data": [
+                    {
+                        "id": model_id,
+                        "object": "model",
+                        "created": self._created,
+                        "owned_by": "kvasir",
+                        "name": backend.info.name,
+                    }
+                    for model_id, backend in self._backends.items()
+                ],
+            }
+        )
+
+    async def health(self, _request: Request) -> Response:
+        """Healthy if any model can answer; the contract's looks at the first one only."""
+        for model_id, backend in self._backends.items():
+            if backend.ready:
+                return JSONResponse({"status": "ok", "model": model_id, "name": backend.info.name})
+        if not self._backends:
+            return JSONResponse({"status": "no_model"}, 503)
+        return JSONResponse({"status": "unhealthy", "recovering": True}, 503)
+
+    async def chat(self, request: Request) -> Response:
+        try:
+            return await self._chat(request)
+        except KvasirError as error:
+            return _failure(error)
+
+    async def _chat(self, request: Request) -> Response:
+        service = self._identity.is_service(request.headers)
+        if not service and not self._open_access:
+            raise WalletError("token_missing", "This gateway serves callers with its service token.")
+        chat = parse_chat(await read_json(request))
+        if chat.extended and not service:
+            raise WalletError("service_token_needed", "The kvasir extension is for the operator's own machines.")
+        backend = self._backend(chat.model)
+        prompt_tokens, max_tokens = await _fit(backend, chat)
+        request_id = f"chatcmpl-{secrets.token_hex(12)}"
+        generation = self._generations.start(
+            backend, self._slots[backend.info.model_id], chat.to_engine(max_tokens), request_id, prompt_tokens
+        )
+        answer = _Answer(generation, request_id, backend.info.model_id, show_paths=service)
+        left = asyncio.create_task(_left(request))
+        try:
+            # Nothing is answered before the first event: a dead backend is then a plain 503, also for a stream.
+            first = await _unless_left(generation.next(), left)
+            if chat.stream:
+                return _EventStream(generation, answer.stream(first))
+            return JSONResponse(await _unless_left(answer.whole(first), left))
+        except BaseException:
+            generation.cancel()
+            raise
+        finally:
+            left.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await left
+
+    def _backend(self, name: str) -> Backend:
+        """By id, by qualified id, or by a display name that only one model has."""
+        plain = name.removeprefix(f"{self._prefix}:")
+        if backend := self._backends.get(plain):
+            return backend
+        named = [backend for backend in self._backends.values() if backend.info.name == name]
+        if len(named) == 1:
+            return named[0]
+        if not self._backends:
+            raise EngineError("ring_recovering", "No model is served at the moment.", "Try again soon.")
+        served = ", ".join(self._backends)
+        raise UsageError("model_not_served", f"The model {name[:80]!r} is not served here.", f"Served: {served}.")
+
+
+class _Answer:
+    """The reply's documents, made from a generation's events."""
+
+    def __init__(self, generation: Generation, request_id: str, model_id: str, *, show_paths: bool) -> None:
+        self._generation = generation
+        self._id = request_id
+        self._model_id = model_id
+        self._show_paths = show_paths
+        self._created = int(time.time())
+
+    async def whole(self, event: Event) -> dict[str, Any]:
+        while not isinstance(event, DoneEvent):
+            event = await self._generation.next()
+        return {
+            "id": self._id,
+            "object": "chat.completion",
+            "created": self._created,
+            "model": self._model_id,
+            "choices": [
+                {
+                    "index": 0,
+                    "message": {"role": "assistant", "content": event.text},
+                    "finish_reason": event.finish_reason,
+                    "logprobs": None,
+                }
+            ],
+            "usage": _usage(event),
+            "kvasir": self._extension(event),
+        }
+
+    async def stream(self, event: Event) -> AsyncIterator[bytes]:
+        """Server-sent events. An error in the middle is the last one, without ``[DONE]``."""
+        try:
+            yield self._chunk({"role": "assistant", "content": ""})
+            while isinstance(event, TokenEvent):
+                if event.text:
+                    yield self._chunk({"content": event.text})
+                event = await self._generation.next()
+            if event.tail:
+                yield self._chunk({"content": event.tail})
+            yield self._chunk({}, event.finish_reason)
+            yield _sse(self._document([]) | {"usage": _usage(event), "kvasir": self._extension(event)})
+            yield b"data: [DONE]\n\n"
+        except KvasirError as error:
+            yield _sse({"error": {"message": str(error), "type": "engine_error", "code": error.code}})
+
+    def _chunk(self, delta: dict[str, Any], finish_reason: str | None = None) -> bytes:
+        return _sse(self._document([{"index": 0, "delta": delta, "finish_reason": finish_reason}]))
+
+    def _document(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "object": "chat.completion.chunk",
+            "created": self._created,
+            "model": self._model_id,
+            "choices": choices,
+        }
+
+    def _extension(self, done: DoneEvent) -> dict[str, Any]:
+        first = self._generation.first_token_ms
+        return {
+            "engine": ENGINE_NAME,
+            "request_id": self._id,
+            "first_token_ms": None if first is None else round(first, 3),
+            "stage_rows": done.rows,
+            "tokens": list(done.tokens),
+            "pairs_local": done.pairs_local,
+            "pairs_remote": done.pairs_remote,
+            "failovers": done.failovers,
+            "trace_path": done.trace_path if self._show_paths else None,
+        }
+
+
+class _EventStream(StreamingResponse):
+    """A streamed answer. However it ends, a client that left included, its generation ends with it."""
+
+    def __init__(self, generation: Generation, events: AsyncIterator[bytes]) -> None:
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        super().__init__(events, media_type="text/event-stream", headers=headers)
+        self._generation = generation
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._generation.cancel()
+
+
+async def _fit(backend: Backend, chat: ChatRequest) -> tuple[int, int]:
+    """(prompt tokens, most tokens to generate). Raises ``RequestError`` for what the context cannot hold."""
+    context = await backend.context_length()
+    prompt = await backend.count_tokens(chat.prompt, chat.messages)
+    room = context - prompt
+    wanted = chat.max_tokens if chat.max_tokens is not None else max(1, min(DEFAULT_MAX_TOKENS, room))
+    if wanted > room:
+        raise RequestError(
+            "context_length_exceeded",
+            f"This model's context holds {context} tokens; the prompt has {prompt} and {wanted} more are asked for.",
+            "Shorten the prompt or lower max_tokens.",
+        )
+    return prompt, wanted
+
+
+async def _left(request: Request) -> None:
+    """Return when the client is gone."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _unless_left(work: Any, left: asyncio.Task[None]) -> Any:
+    """The result of ``work``, given up when the client leaves before."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait({task, left}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise RequestError("client_left", "The client left before the answer was complete.")
+        return await task
+    finally:
+        task.cancel()
+
+
+def _usage(done: DoneEvent) -> dict[str, int]:
+    return {
+        "prompt_tokens": done.prompt_tokens,
+        "completion_tokens": done.completion_tokens,
+        "total_tokens": done.prompt_tokens + done.completion_tokens,
+    }
+
+
+def _sse(document: Mapping[str, Any]) -> bytes:
+    return b"data: " + json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+def _failure(error: KvasirError) -> Response:
+    """What the caller can change keeps its status; everything behind the gateway is one 503 (contract 6.3)."""
+    headers: dict[str, str] = {}
+    status, code, kind = status_of(error), error.code, ""
+    if isinstance(error, BusyError):
+        headers["retry-after"] = str(error.retry_after_s)
+        kind = "ring_busy"
+    elif status >= 500:
+        log.warning("a chat request failed: %s", error)
+        status, code, kind = 503, "ring_recovering", "hub_unavailable"
+    body: dict[str, Any] = {"message": str(error), "type": kind or error_type(status), "code": code}
+    if isinstance(error, ParameterError):
+        body["param"] = error.param
+    if code == "ring_recovering":
+        body["detail"] = f"{error.code}: {error.message}"[:MAX_DETAIL_CHARACTERS]
+    return JSONResponse({"error": body}, status, headers=headers)

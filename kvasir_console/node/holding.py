@@ -1,0 +1,236 @@
+"""What a node holds: experts of one layer, or a window of layers; how each is fetched, loaded and offered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import quote
+
+import httpx
+
+from kvasir_console.engine.process.client import EngineClient
+from kvasir_console.errors import NetworkError
+from kvasir_console.node.market import Assignment
+from kvasir_console.node.placement.plan import Plan, PlannedStage, verify_plan
+from kvasir_console.node.shards import fetch_expert_shard, fetch_stage
+from kvasir_console.node.snapshot import SliceView
+from kvasir_console.relay.wire.preamble import Kind, Preamble, Wire
+
+Progress = Callable[[int, int | None], None]
+WIRES = ("v1", "v2", "v2f16")
+"""Dispatch wires this node's engine speaks."""
+
+
+@dataclass(frozen=True, slots=True)
+class RelaySession:
+    """One session to dial: its name, the path with its query (no token), and what the engine is told."""
+
+    name: str
+    path: str
+    preamble: Preamble
+
+
+class Holding(Protocol):
+    def describe(self) -> str: ...
+    def view(self) -> SliceView: ...
+    async def fetch(
+        self, client: httpx.AsyncClient, token: str, directory: Path, budget_bytes: int, progress: Progress
+    ) -> None: ...
+    async def load(self, client: EngineClient, progress: Progress) -> None: ...
+    def coverage(self) -> dict[str, Any]: ...
+    def sessions(self) -> list[RelaySession]: ...
+
+
+def session_name(worker_id: str) -> str:
+    """The relay session of a worker (contract section 5.1)."""
+    return f"expert-{worker_id}"
+
+
+@dataclass(slots=True)
+class ExpertHolding:
+    """Experts [begin, end) of one MoE layer, assigned by the market."""
+
+    assignment: Assignment
+    worker_id: str
+    wallet: str
+    file: Path | None = None
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+    def describe(self) -> str:
+        a = self.assignment
+        return f"experts {a.begin} to {a.end - 1} of layer {a.layer} of {a.model}"
+
+    def view(self) -> SliceView:
+        a = self.assignment
+        return SliceView(
+            kind="experts",
+            model=a.model,
+            layer=a.layer,
+            begin=a.begin,
+            end=a.end,
+            total=a.n_expert,
+            tensor_bytes=self.info.get("tensor_bytes"),
+            model_digest=str(self.info.get("model_digest", "")),
+        )
+
+    async def fetch(
+        self, client: httpx.AsyncClient, token: str, directory: Path, budget_bytes: int, progress: Progress
+    ) -> None:
+        self.file = await fetch_expert_shard(
+            client, token, directory, self.assignment, budget_bytes=budget_bytes, progress=progress
+        )
+
+    async def load(self, client: EngineClient, progress: Progress) -> None:
+        a = self.assignment
+        self.info = await client.load(
+            progress, path=str(self.file), model=a.model, role="experts", layer=a.layer, experts=[a.begin, a.end]
+        )
+        if self.info["n_embd"] != a.n_embd:
+            raise NetworkError(
+                "assignment_mismatch",
+                f"The market said n_embd {a.n_embd}, the shard has {self.info['n_embd']}.",
+                "The node asks for another slice.",
+            )
+
+    def coverage(self) -> dict[str, Any]:
+        a = self.assignment
+        return {
+            "model": a.model,
+            "segments": [[a.layer, a.begin, a.end]],
+            "n_layer": a.n_layer,
+            "n_expert": a.n_expert,
+            "url": f"relay:{session_name(self.worker_id)}",
+            "wires": list(WIRES),
+        }
+
+    def sessions(self) -> list[RelaySession]:
+        a = self.assignment
+        name = session_name(self.worker_id)
+        preamble = Preamble(
+            kind=Kind.EXPERTS,
+            session=name,
+            wallet=self.wallet,
+            model_digest=bytes.fromhex(str(self.info["model_digest"])),
+            layer=a.layer,
+            begin=a.begin,
+            end=a.end,
+            wires=Wire.V1 | Wire.V2 | Wire.V2F16,
+        )
+        return [RelaySession(name, f"/api/expert-relay?session={quote(name)}", preamble)]
+
+
+@dataclass(slots=True)
+class RingHolding:
+    """The window a signed plan gives this wallet."""
+
+    plan: Plan
+    wallet: str
+    context_length: int
+    file: Path | None = None
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def stage(self) -> PlannedStage:
+        stage = self.plan.stage_of(self.wallet)
+        if stage is None:
+            raise NetworkError("not_in_plan", f"The plan of {self.plan.model} does not name this wallet.")
+        return stage
+
+    def describe(self) -> str:
+        stage = self.stage
+        return f"layers {stage.begin} to {stage.end - 1} of {self.plan.model}"
+
+    def view(self) -> SliceView:
+        stage = self.stage
+        return SliceView(
+            kind="layers",
+            model=self.plan.model,
+            layer=None,
+            begin=stage.begin,
+            end=stage.end,
+            total=self.plan.n_layer,
+            tensor_bytes=self.info.get("tensor_bytes"),
+            model_digest=self.plan.model_digest,
+        )
+
+    async def fetch(
+        self, client: httpx.AsyncClient, token: str, directory: Path, budget_bytes: int, progress: Progress
+    ) -> None:
+        stage = self.stage
+        self.file = await fetch_stage(
+            client,
+            token,
+            directory,
+            model=self.plan.model,
+            model_digest=self.plan.model_digest,
+            begin=stage.begin,
+            end=stage.end,
+            budget_bytes=budget_bytes,
+            progress=progress,
+        )
+
+    async def load(self, client: EngineClient, progress: Progress) -> None:
+        stage = self.stage
+        self.info = await client.load(
+            progress,
+            path=str(self.file),
+            model=self.plan.model,
+            role="stage",
+            layers=[stage.begin, stage.end],
+            context_length=self.context_length,
+            ring={
+                "id": self.plan.ring,
+                "epoch": self.plan.generation,
+                "rank": stage.rank,
+                "size": len(self.plan.stages),
+                "n_layer": self.plan.n_layer,
+            },
+        )
+
+    def coverage(self) -> dict[str, Any]:
+        return {"model": self.plan.model, "segments": [], "n_layer": self.plan.n_layer}
+
+    def sessions(self) -> list[RelaySession]:
+        rank, size = self.stage.rank, len(self.plan.stages)
+        edges = [(Kind.RING_NEXT, str(rank), "P"), (Kind.RING_PREV, str((rank - 1) % size), "N")]
+        if rank == 0:
+            edges.append((Kind.ENTRY, "entry", "N"))
+        return [self._session(kind, edge, role) for kind, edge, role in edges]
+
+    def _session(self, kind: Kind, edge: str, role: str) -> RelaySession:
+        name = f"{self.plan.ring}/{edge}/{role}"
+        path = f"/api/ring-relay?controller_id={quote(self.plan.ring)}&edge={edge}&role={role}"
+        preamble = Preamble(
+            kind=kind,
+            session=name,
+            wallet=self.wallet,
+            model_digest=bytes.fromhex(self.plan.model_digest),
+            begin=self.stage.begin,
+            end=self.stage.end,
+            epoch=self.plan.generation,
+        )
+        return RelaySession(name, path, preamble)
+
+
+def choose_plan(signed: Iterable[Mapping[str, Any]], hub_key: str, wallet: str, pin: Path) -> Plan | None:
+    """The first plan that names ``wallet``, verified with the hub key pinned on first sight in the file ``pin``.
+
+    Raises:
+        NetworkError: the gateway announces another hub key than the pinned one, or a plan's signature is wrong.
+    """
+    offered = list(signed)
+    if not offered or not hub_key:
+        return None
+    known = pin.read_text().strip() if pin.exists() else ""
+    if known and known != hub_key:
+        raise NetworkError(
+            "hub_key_changed",
+            "The gateway announces another hub key than the one this node knows.",
+            f"If the operator says that it changed, remove {pin} and start again.",
+        )
+    plans = [verify_plan(plan, hub_key) for plan in offered]
+    if not known:
+        pin.write_text(hub_key + "\n")
+    return next((plan for plan in plans if plan.stage_of(wallet) is not None), None)

@@ -1,0 +1,443 @@
+"""A node: from an unlocked wallet to a served slice and earned KVR.
+
+The claim path is one walk through ``phase.Phase``: token, assignment (a signed plan's window, or experts from the
+market), download, verification, load, report, dial, serve. Whatever fails on the way is named in the phase, and the
+walk begins again after a pause with what is still good: the token, the verified file, the loaded engine.
+
+Each subject has its module: ``market`` speaks HTTP, ``shards`` fetches, ``credentials`` keeps the token, ``holding``
+is the slice, ``accounts`` the money. This one owns the order of things and the snapshot.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import psutil
+
+from kvasir_console import __version__
+from kvasir_console.config import Config
+from kvasir_console.engine.process.client import EngineClient
+from kvasir_console.errors import ConfigError, EngineError, KvasirError, WalletError
+from kvasir_console.node import hardware, phase
+from kvasir_console.node.accounts import Accounts
+from kvasir_console.node.admin import Handler
+from kvasir_console.node.credentials import Credentials
+from kvasir_console.node.holding import ExpertHolding, Holding, RingHolding, choose_plan
+from kvasir_console.node.market import Assignment, GatewayInfo, Market
+from kvasir_console.node.phase import Phase
+from kvasir_console.node.signing import WalletSigner
+from kvasir_console.node.snapshot import DownloadView, MachineView, NodeSnapshot, RelayView
+from kvasir_console.node.supervisor import Engine
+from kvasir_console.node.telemetry import Counters, Telemetry
+from kvasir_console.node.worker_id import worker_id
+from kvasir_console.paths import Paths
+from kvasir_console.relay.uplink import Uplink, UplinkState
+from kvasir_console.relay.wire.control import Message
+
+log = logging.getLogger(__name__)
+
+LOG_LINES = 200
+T = TypeVar("T")
+Listener = Callable[[NodeSnapshot], None]
+
+
+class Node:
+    """One node. ``run`` until ``stop``; ``snapshot`` at any time."""
+
+    def __init__(self, config: Config, paths: Paths) -> None:
+        self._config = config
+        self._paths = paths
+        self._market = Market(
+            config.network.gateway, ca_file=config.network.ca_file, timeout_s=config.network.request_timeout_s
+        )
+        self._signer = WalletSigner(paths, host=self._market.host)
+        self.wallet = self._signer.address
+        self.name = config.node.name or hardware.host_name()
+        self.worker_id = worker_id(self.wallet, self.name)
+        self._credentials = Credentials(self._market, self._signer, self.wallet, paths.state / "node-token.json")
+        self._accounts = Accounts(self._market, self._signer, self.wallet, config.wallet)
+        self._engine = Engine(
+            "node",
+            paths.runtime,
+            paths.state / "engine.log",
+            config.engine,
+            on_ready=self._engine_ready,
+            on_exit=self._engine_exited,
+        )
+        self._client: EngineClient | None = None
+        self._engine_changed = asyncio.Event()
+        self._state = phase.initial(time.time())
+        self._holding: Holding | None = None
+        self._uplinks: list[Uplink] = []
+        self._download: DownloadView | None = None
+        self._telemetry = Telemetry()
+        self._engine_rss: int | None = None
+        self._log: deque[str] = deque(maxlen=LOG_LINES)
+        self._wake = asyncio.Event()
+        self._stopping = asyncio.Event()
+        self._listeners: list[Listener] = []
+        self._cpu = psutil.Process()
+
+    # What others see and ask
+
+    def snapshot(self) -> NodeSnapshot:
+        memory = psutil.virtual_memory()
+        return NodeSnapshot(
+            at_s=time.time(),
+            version=__version__,
+            pid=os.getpid(),
+            engine_pid=self._engine.pid,
+            name=self.name,
+            worker_id=self.worker_id,
+            wallet=self.wallet,
+            wallet_locked=self._signer.locked,
+            gateway=self._market.gateway,
+            state=self._state,
+            held=None if self._holding is None else self._holding.view(),
+            relays=tuple(_relay_view(uplink.snapshot()) for uplink in self._uplinks),
+            work=self._telemetry.view(),
+            earnings=self._accounts.view(),
+            download=self._download,
+            machine=MachineView(
+                cpu_percent=psutil.cpu_percent(interval=None),
+                memory_used_bytes=memory.total - memory.available,
+                memory_total_bytes=memory.total,
+                engine_rss_bytes=self._engine_rss,
+                accelerator=self._config.engine.device,
+            ),
+            log=tuple(self._log),
+        )
+
+    def verbs(self) -> dict[str, Handler]:
+        """What the node's admin socket answers."""
+
+        async def status(_: Message) -> Message:
+            return {"snapshot": self.snapshot().to_json()}
+
+        async def claim(_: Message) -> Message:
+            return {"claim": await self.claim()}
+
+        async def unlock(message: Message) -> Message:
+            await self.unlock(str(message.get("passphrase", "")))
+            return {}
+
+        async def stop(_: Message) -> Message:
+            self.stop()
+            return {}
+
+        return {"status": status, "claim": claim, "unlock": unlock, "stop": stop}
+
+    def listen(self, listener: Listener) -> None:
+        """Call ``listener`` with a snapshot at every change of phase."""
+        self._listeners.append(listener)
+
+    async def unlock(self, passphrase: str) -> None:
+        """Raises ``WalletError`` for a wrong passphrase."""
+        await self._signer.unlock(passphrase)
+        self._note("The wallet is unlocked.")
+        self._wake.set()
+
+    async def claim(self) -> dict[str, object]:
+        """Claim what is pending. Raises ``LedgerError`` below the minimum, ``WalletError`` while locked."""
+        claim = await self._accounts.claim()
+        self._note(f"Claimed {claim.get('micro_kvr')} micro-KVR.")
+        return claim
+
+    def stop(self) -> None:
+        self._stopping.set()
+
+    # The life of the node
+
+    async def run(self, passphrase: str | None = None) -> None:
+        """Run until ``stop``. Children, sessions and tasks are gone when it returns."""
+        await self._signer.start(self._paths.state / "signer.log")
+        tasks = [
+            asyncio.create_task(loop, name=name)
+            for name, loop in (
+                ("engine", self._engine.run()),
+                ("participate", self._participate()),
+                ("sample", self._sample()),
+                ("earnings", self._follow_earnings()),
+            )
+        ]
+        try:
+            if passphrase is not None:
+                await self.unlock(passphrase)
+            stopping = asyncio.create_task(self._stopping.wait())
+            await asyncio.wait({stopping, *tasks}, return_when=asyncio.FIRST_COMPLETED)
+            for task in tasks:
+                if task.done():
+                    task.result()  # a loop of ours ended by itself: that is a defect, let it be seen
+        finally:
+            self._enter(Phase.DRAINING, "The node was asked to stop.")
+            await self._drop_uplinks()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._engine.stop()
+            await self._signer.stop()
+            await self._market.close()
+            self._enter(Phase.STOPPED, "The node stopped.")
+
+    async def _participate(self) -> None:
+        """Walk the claim path for ever; a failure is shown, then the walk begins again."""
+        while True:
+            try:
+                await self._walk()
+            except ConfigError as error:
+                self._enter(Phase.FAILED, error.message, error.hint)
+                await self._pause(self._config.node.retry_s)
+            except KvasirError as error:
+                if error.code in ("signer_locked", "wallet_locked"):
+                    self._enter(Phase.LOCKED, error.message, error.hint)
+                else:
+                    self._enter(Phase.FAILED, error.message, error.hint or f"It is tried again in {self._retry_text}.")
+                await self._drop_uplinks()
+                await self._pause(self._config.node.retry_s)
+
+    @property
+    def _retry_text(self) -> str:
+        return f"{self._config.node.retry_s:g} s"
+
+    async def _walk(self) -> None:
+        if self._config.node.serve == "nothing":
+            self._enter(Phase.STOPPED, "This node is configured to serve nothing.", "Set node.serve to change that.")
+            await asyncio.Event().wait()
+        self._enter(Phase.AUTHENTICATING, f"Asking {self._market.gateway} for a participation token.")
+        info = await self._market.config()
+        self._accounts.learn(info)
+        await self._with_token(self._market.demand)
+        if self._holding is None:
+            self._holding = await self._find_slice(info)
+        holding = self._holding
+        await self._fetch(holding)
+        client = await self._engine_client()
+        self._enter(Phase.STARTING, f"The engine loads {holding.describe()}.")
+        await holding.load(client, self._progress("Loading into the engine"))
+        self._download = None
+        await self._serve(holding, info)
+
+    async def _find_slice(self, info: GatewayInfo) -> Holding:
+        """A window that a signed plan gives this wallet, else experts from the market. Waits until there is one."""
+        serve = self._config.node.serve
+        while True:
+            if serve in ("auto", "ring") and info.placement:
+                plans = await self._with_token(self._market.placements)
+                pin = self._paths.state / "hub-key"
+                plan = choose_plan(plans, info.hub_key, self.wallet, pin)
+                if plan is not None:
+                    return RingHolding(plan, self.wallet, self._config.engine.context_length)
+            reason = "No signed plan names this wallet."
+            if serve in ("auto", "experts"):
+                answer = await self._with_token(self._volunteer)
+                if not isinstance(answer, str):
+                    return ExpertHolding(answer, self.worker_id, self.wallet)
+                reason = answer
+            self._enter(Phase.VOLUNTEERING, reason, f"The market is asked again every {self._config.node.poll_s:g} s.")
+            await self._heartbeat(None)
+            await self._pause(self._config.node.poll_s)
+
+    async def _volunteer(self, token: str) -> Assignment | str:
+        node = self._config.node
+        return await self._market.volunteer(token, model=node.model, max_experts=min(node.max_experts, 64))
+
+    async def _fetch(self, holding: Holding) -> None:
+        self._enter(Phase.DOWNLOADING, f"Fetching {holding.describe()}.")
+        budget = hardware.budget_bytes(hardware.probe(self._config.engine.device), self._config.node.memory_budget_mib)
+        try:
+            await self._with_token(
+                lambda token: holding.fetch(
+                    self._market.client, token, self._paths.shards, budget, self._progress(holding.describe())
+                )
+            )
+        except KvasirError:
+            self._holding = None  # another slice may do better than the same one again
+            raise
+        finally:
+            self._download = None
+
+    async def _serve(self, holding: Holding, info: GatewayInfo) -> None:
+        """Report and dial; then keep the report fresh until the engine is lost or the node stops."""
+        self._engine_changed.clear()
+        while True:
+            wired = await self._heartbeat(holding)
+            if wired and not self._uplinks:
+                self._enter(Phase.DIALLING, "The gateway waits for this node's sessions.")
+                self._dial(holding, info)
+            elif not wired:
+                self._enter(Phase.REPORTING, "The gateway has not wired a session for this slice yet.")
+            self._note_serving()
+            await self._pause(self._config.node.poll_s if wired else self._config.node.retry_s)
+            if self._engine_changed.is_set():
+                raise EngineError("engine_restarted", "The engine ended while it served.", "It loads its slice again.")
+
+    async def _heartbeat(self, holding: Holding | None) -> bool:
+        """One coverage report; whether the gateway has sessions wired for what is held."""
+        machine = hardware.probe(self._config.engine.device)
+        report = {
+            "worker_id": self.worker_id,
+            "owner": self.wallet,
+            "os": machine.os,
+            "device_kind": machine.device_kind,
+            "accelerator": machine.accelerator,
+            "backend": machine.backend,
+            **(holding.coverage() if holding is not None else {"model": "none", "segments": []}),
+        }
+        reply = await self._with_token(lambda token: self._market.report(token, report))
+        return holding is not None and (reply.wired or isinstance(holding, RingHolding))
+
+    def _dial(self, holding: Holding, info: GatewayInfo) -> None:
+        network = self._config.network
+        for session in holding.sessions():
+            uplink = Uplink(
+                self._market.relay_url(session.path),
+                session.name,
+                self._credentials.get,
+                token_in_header=info.relay_token_header,
+                ca_file=network.ca_file,
+                engine_socket=self._engine.data_socket,
+                preamble=session.preamble,
+                redial_min_s=network.redial_min_s,
+                redial_max_s=network.redial_max_s,
+                on_change=self._uplink_changed,
+            )
+            self._uplinks.append(uplink)
+            uplink.start()
+
+    async def _drop_uplinks(self) -> None:
+        uplinks, self._uplinks = self._uplinks, []
+        for uplink in uplinks:
+            await uplink.close()
+
+    def _uplink_changed(self, state: UplinkState) -> None:
+        self._note(f"Relay session {state.session}: {state.state}. {state.last_close}".strip())
+        if state.close_code == 4404:
+            self._wake.set()  # the gateway forgot this node: report again at once
+        self._note_serving()
+
+    def _note_serving(self) -> None:
+        """Between dialling and serving the sessions decide."""
+        if self._state.phase not in (Phase.DIALLING, Phase.SERVING) or not self._uplinks:
+            return
+        waiting = [uplink.snapshot() for uplink in self._uplinks if not uplink.is_open]
+        if not waiting:
+            self._enter(Phase.SERVING, "Every relay session is open.")
+        else:
+            self._enter(Phase.DIALLING, waiting[0].last_close or f"Session {waiting[0].session} is being dialled.")
+
+    # The engine
+
+    async def _engine_ready(self, client: EngineClient) -> None:
+        self._client = client
+        self._engine_changed.set()
+        self._wake.set()
+
+    def _engine_exited(self, reason: str) -> None:
+        self._client = None
+        self._engine_rss = None
+        self._engine_changed.set()
+        self._note(reason)
+        self._wake.set()
+
+    async def _engine_client(self) -> EngineClient:
+        deadline = time.monotonic() + 60
+        while self._client is None or self._client.closed:
+            if time.monotonic() > deadline:
+                raise EngineError("engine_not_up", "The engine process does not come up.", "Read engine.log.")
+            await asyncio.sleep(0.05)
+        return self._client
+
+    # Loops beside the claim path
+
+    async def _sample(self) -> None:
+        """Counters of the engine, once a second."""
+        last = time.monotonic()
+        while True:
+            await asyncio.sleep(1.0)
+            client = self._client
+            if client is None:
+                continue
+            with contextlib.suppress(KvasirError):
+                stats = await client.stats()
+                now = time.monotonic()
+                served = stats["served"] or {}
+                ring = stats["ring"] or {}
+                counters = Counters(
+                    requests=int(served.get("requests", 0)),
+                    rows=int(served.get("rows", ring.get("rows", 0))),
+                    pairs=int(served.get("pairs", 0)),
+                    tokens=max(int(stats["tokens_total"]), int(ring.get("sampled", 0))),
+                )
+                self._telemetry.sample(counters, now - last)
+                last = now
+                self._engine_rss = int(stats["rss_bytes"])
+
+    async def _follow_earnings(self) -> None:
+        pause_s = min(10.0, self._config.node.poll_s)
+        while True:
+            try:
+                await self._accounts.refresh()
+                if self._config.node.auto_claim and self._accounts.claimable and not self._signer.locked:
+                    await self.claim()
+            except KvasirError as error:
+                log.info("earnings are not refreshed: %s", error)
+            await asyncio.sleep(pause_s)
+
+    # Small things
+
+    async def _with_token(self, call: Callable[[str], Awaitable[T]]) -> T:
+        """Run ``call(token)``; a refused token is minted anew once."""
+        try:
+            return await call(await self._credentials.get())
+        except WalletError as error:
+            if error.code != "token_refused":
+                raise
+            return await call(await self._credentials.get(refresh=True))
+
+    def _progress(self, what: str) -> Callable[[int, int | None], None]:
+        def report(done: int, total: int | None) -> None:
+            self._download = DownloadView(what, done, total)
+
+        return report
+
+    def _enter(self, phase_: Phase, why: str = "", next_action: str = "") -> None:
+        before = self._state.phase
+        self._state = self._state.to(phase_, time.time(), why, next_action)
+        if before is not phase_:
+            self._note(f"{phase_.value}: {why}".rstrip(": "))
+            snapshot = self.snapshot()
+            for listener in self._listeners:
+                listener(snapshot)
+
+    def _note(self, line: str) -> None:
+        log.info(line)
+        self._log.append(f"{time.strftime('%H:%M:%S')} {line}")
+
+    async def _pause(self, seconds: float) -> None:
+        """Wait, unless something that matters happens first."""
+        self._wake.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._wake.wait()
+
+
+def _relay_view(state: UplinkState) -> RelayView:
+    return RelayView(
+        session=state.session,
+        state=state.state,
+        since_s=state.since_s,
+        rtt_ms=state.rtt_ms,
+        bytes_up=state.bytes_up,
+        bytes_down=state.bytes_down,
+        retry_in_s=state.retry_in_s,
+        last_close=state.last_close,
+    )
+
+

@@ -1,0 +1,137 @@
+"""A placement plan: which wallet serves which layers of a model, signed by the hub that splices its ring.
+
+A plan is an operator's artefact. A node loads what a signed plan assigns to its own wallet, or what its owner
+claimed; never something because a web request asked.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvasir_console.errors import NetworkError
+from kvasir_console.relay.wire.signed import plan_text
+from kvasir_console.wallet.keys import verify
+
+MAX_STAGES = 256
+MAX_LAYERS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedStage:
+    """Layers [begin, end) of the model, served by ``wallet``."""
+
+    rank: int
+    wallet: str
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """``generation`` is the ring's epoch: a frame of an older one cannot reach a newer ring."""
+
+    ring: str
+    model: str
+    model_digest: str
+    n_layer: int
+    generation: int
+    stages: tuple[PlannedStage, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "version": 1,
+            "ring": self.ring,
+            "model": self.model,
+            "model_digest": self.model_digest,
+            "n_layer": self.n_layer,
+            "generation": self.generation,
+            "stages": [
+                {"rank": stage.rank, "wallet": stage.wallet, "layers": [stage.begin, stage.end]}
+                for stage in self.stages
+            ],
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Plan:
+        """Read and check a plan: contiguous windows from 0 to ``n_layer``, in rank order.
+
+        Raises:
+            NetworkError: it is not such a plan; the message says what is wrong.
+        """
+        try:
+            if data["version"] != 1:
+                raise _bad(f"version {data['version']!r}")
+            raw = list(data["stages"])
+            stages = tuple(
+                PlannedStage(
+                    rank=_integer(stage["rank"], 0, MAX_STAGES),
+                    wallet=str(stage["wallet"]),
+                    begin=_integer(stage["layers"][0], 0, MAX_LAYERS),
+                    end=_integer(stage["layers"][1], 1, MAX_LAYERS),
+                )
+                for stage in raw[: MAX_STAGES + 1]
+            )
+            plan = cls(
+                ring=str(data["ring"]),
+                model=str(data["model"]),
+                model_digest=str(data["model_digest"]),
+                n_layer=_integer(data["n_layer"], 1, MAX_LAYERS),
+                generation=_integer(data["generation"], 0, 2**32 - 1),
+                stages=stages,
+            )
+            digest = bytes.fromhex(plan.model_digest)
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise _bad(f"field {error}") from error
+        if len(digest) != 32:
+            raise _bad("a model digest that is not SHA-256")
+        if not 0 < len(stages) <= MAX_STAGES:
+            raise _bad(f"{len(raw)} stages")
+        at = 0
+        for rank, stage in enumerate(stages):
+            if stage.rank != rank or stage.begin != at or stage.end <= stage.begin:
+                raise _bad(f"stage {rank} does not follow the one before it")
+            at = stage.end
+        if at != plan.n_layer:
+            raise _bad(f"stages that end at layer {at} of {plan.n_layer}")
+        return plan
+
+    def stage_of(self, wallet: str) -> PlannedStage | None:
+        """The first window this wallet serves, if any."""
+        return next((stage for stage in self.stages if stage.wallet == wallet), None)
+
+
+def sign_plan(plan: Plan, sign: Callable[[bytes], bytes]) -> dict[str, Any]:
+    """The plan as ``/api/placement`` serves it. ``sign`` is the hub key's ed25519."""
+    body = plan.to_dict()
+    return {"plan": body, "signature": base64.b64encode(sign(plan_text(body).encode())).decode()}
+
+
+def verify_plan(signed: Mapping[str, Any], hub_key: str) -> Plan:
+    """The plan inside, if ``hub_key`` (base58) signed exactly these values. Raises ``NetworkError``."""
+    body = signed.get("plan")
+    try:
+        signature = base64.b64decode(str(signed.get("signature")), validate=True)
+        text = plan_text(body if isinstance(body, Mapping) else {})
+    except (binascii.Error, ValueError) as error:
+        raise _bad(f"an unreadable signature or body ({error})") from error
+    if not isinstance(body, Mapping) or not verify(hub_key, text.encode(), signature):
+        raise NetworkError(
+            "plan_not_signed",
+            "A placement plan is not signed by this gateway's hub key.",
+            "The node keeps what it holds. If the operator changed the key, remove the pinned one on purpose.",
+        )
+    return Plan.from_dict(body)
+
+
+def _integer(value: Any, low: int, high: int) -> int:
+    if type(value) is not int or not low <= value <= high:
+        raise ValueError(f"{value!r} is not an integer in [{low}, {high}]")
+    return value
+
+
+def _bad(what: str) -> NetworkError:
+    return NetworkError("plan_malformed", f"A placement plan has {what}.")

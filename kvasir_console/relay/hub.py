@@ -1,0 +1,330 @@
+"""The hub: accepts relay sessions and splices each to where its bytes belong.
+
+* An expert session is joined to the data socket of the engine that dispatches to it.
+* The two ends of a ring edge are joined to each other, whichever comes first waiting for the other.
+* The entry edge of a ring is joined to the gateway, in this process.
+
+The hub reads no payload but the role byte that opens a ring edge. It counts every payload byte it delivered, by
+session, for as long as it lives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from collections.abc import Callable
+from urllib.parse import parse_qsl
+
+from websockets.http11 import Request
+
+from kvasir_console.errors import NetworkError
+from kvasir_console.relay.authority import Admission, Authority, Refused
+from kvasir_console.relay.closing import CloseCode
+from kvasir_console.relay.session import HOLD_BYTES, PEER_LEFT, Session, SessionCount, Tally
+from kvasir_console.relay.splice import SocketEnd, close_writer, deliver, pump, race
+from kvasir_console.relay.websocket import MAX_FRAME_BYTES, Ending, ServerSocket
+
+__all__ = ["EXPERT_PATH", "RING_PATH", "Admission", "Authority", "Hub", "Refused", "SessionCount"]
+
+EXPERT_PATH = "/api/expert-relay"
+RING_PATH = "/api/ring-relay"
+_log = logging.getLogger(__name__)
+
+
+class Hub:
+    """All relay sessions of one gateway. ``serve`` runs one; everything else looks at or ends them."""
+
+    def __init__(
+        self,
+        authority: Authority,
+        *,
+        ping_interval_s: float = 20.0,
+        admission_timeout_s: float = 10.0,
+        engine_timeout_s: float = 5.0,
+        role_timeout_s: float = 10.0,
+        close_timeout_s: float = 2.0,
+        max_frame_bytes: int = MAX_FRAME_BYTES,
+        hold_bytes: int = HOLD_BYTES,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self._authority = authority
+        self._ping_interval_s = ping_interval_s
+        self._admission_timeout_s = admission_timeout_s
+        self._engine_timeout_s = engine_timeout_s
+        self._role_timeout_s = role_timeout_s
+        self._close_timeout_s = close_timeout_s
+        self._max_frame_bytes = max_frame_bytes
+        self._hold_bytes = hold_bytes
+        self._now = now
+        self._tallies: dict[tuple[str, str], Tally] = {}
+        self._live: dict[str, Session] = {}
+        self._entries: dict[str, Session] = {}
+        self._entry_arrived = asyncio.Condition()
+        self._serving: set[asyncio.Task[None]] = set()
+        self._closing = False
+
+    async def serve(self, head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Run one session on an open stream whose request head (``head``, to its blank line) has been read.
+
+        Returns when the session is over and the stream is closed. Refusals are close codes sent after the 101.
+        """
+        task = asyncio.ensure_future(self._serve(head, reader, writer))
+        self._serving.add(task)
+        task.add_done_callback(self._serving.discard)
+        await task
+
+    def sessions(self) -> list[SessionCount]:
+        """What every session that ever was admitted has carried, by key; counts go on over redials."""
+        return sorted((tally.count() for tally in self._tallies.values()), key=lambda count: (count.key, count.wallet))
+
+    async def close_sessions(
+        self,
+        *,
+        wallet: str | None = None,
+        key: str | None = None,
+        code: int = CloseCode.NORMAL,
+        reason: str = "",
+    ) -> int:
+        """End the live sessions of ``wallet``, or with ``key``, or both; returns how many there were."""
+        ended = [
+            session
+            for session in self._live.values()
+            if (wallet is not None or key is not None)
+            and wallet in (None, session.admission.wallet)
+            and key in (None, session.admission.key)
+        ]
+        for session in ended:
+            session.end(Ending(code, reason))
+        await asyncio.gather(*(session.left.wait() for session in ended))
+        return len(ended)
+
+    def entry_connected(self, ring_id: str) -> bool:
+        """Whether rank 0 of the ring has dialled its entry edge."""
+        return ring_id in self._entries
+
+    async def open_entry(self, ring_id: str, timeout_s: float) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """A byte stream to rank 0 of the ring; closing it ends the session, and rank 0 dials again.
+
+        Raises:
+            NetworkError: rank 0 did not come within ``timeout_s``, or its one session is in use.
+        """
+
+        def free() -> bool:
+            return self._closing or (ring_id in self._entries and self._entries[ring_id].free)
+
+        near, far = socket.socketpair()
+        gateway = SocketEnd(*await asyncio.open_unix_connection(sock=far))
+        reader, writer = await asyncio.open_unix_connection(sock=near)
+        joined = False
+        try:
+            async with asyncio.timeout(timeout_s), self._entry_arrived:
+                await self._entry_arrived.wait_for(free)
+                if not self._closing:
+                    self._entries[ring_id].partner.set_result(gateway)
+                    joined = True
+        except TimeoutError:
+            pass
+        finally:
+            if not joined:
+                await gateway.close()
+                await close_writer(writer)
+        if joined:
+            return reader, writer
+        if ring_id in self._entries and not self._closing:
+            raise NetworkError(
+                "entry_in_use", f"The entry of ring {ring_id} is already in use.", "Close the other stream first."
+            )
+        raise NetworkError(
+            "entry_not_connected",
+            f"Rank 0 of ring {ring_id} is not connected to this relay.",
+            "Check that the node of the first stage runs and holds its window.",
+        )
+
+    async def close(self) -> None:
+        """End every session with 1001 and wait for them; new ones are refused."""
+        self._closing = True
+        async with self._entry_arrived:
+            self._entry_arrived.notify_all()
+        for session in list(self._live.values()):
+            session.end(Ending(CloseCode.GOING_AWAY, "the relay is stopping"))
+        if self._serving:
+            _, late = await asyncio.wait(set(self._serving), timeout=2 * self._close_timeout_s)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
+
+    async def _serve(self, head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        ws = ServerSocket(
+            reader,
+            writer,
+            max_frame_bytes=self._max_frame_bytes,
+            ping_interval_s=self._ping_interval_s,
+            close_timeout_s=self._close_timeout_s,
+        )
+        ending = Ending(CloseCode.UPSTREAM, "the relay failed")
+        try:
+            request = ws.handshake(head)
+            if request is not None:
+                ending = await self._session(request, ws)
+        except Refused as refusal:
+            ending = Ending(refusal.close_code, refusal.reason)
+        except asyncio.CancelledError:
+            ending = Ending(CloseCode.ABNORMAL, "")
+            raise
+        except Exception:
+            _log.exception("a relay session failed")
+        finally:
+            await ws.close(*ending)
+
+    async def _session(self, request: Request, ws: ServerSocket) -> Ending:
+        path, _, query_text = request.path.partition("?")
+        query = _query(query_text)
+        token = _token(request, query.pop("token", None))
+        admission = await self._admit(path, query, token)
+        session = Session(admission, ws, self._tally(admission))
+        await self._enter(session)
+        ending = Ending(CloseCode.UPSTREAM, "the relay failed")
+        try:
+            ending = await self._run(session, path, query)
+        except Refused as refusal:
+            ending = Ending(refusal.close_code, refusal.reason)
+        finally:
+            self._leave(session, ending)
+        return ending
+
+    async def _admit(self, path: str, query: dict[str, str], token: str | None) -> Admission:
+        if self._closing:
+            raise Refused(CloseCode.GOING_AWAY, "the relay is stopping")
+        if path not in (EXPERT_PATH, RING_PATH):
+            raise Refused(CloseCode.UNKNOWN_SESSION, "there is no relay at this path")
+        try:
+            async with asyncio.timeout(self._admission_timeout_s):
+                return await self._authority.admit(path, query, token)
+        except TimeoutError:
+            raise Refused(CloseCode.UPSTREAM, "the relay is too busy") from None
+
+    async def _enter(self, session: Session) -> None:
+        """Make ``session`` the live one of its key; an older one is ended first, its engine side included."""
+        older = self._live.get(session.admission.key)
+        self._live[session.admission.key] = session
+        if older is not None:
+            older.end(Ending(CloseCode.NORMAL, "replaced by a newer connection"))
+            await older.left.wait()
+        session.tally.enter(self._now())
+
+    def _leave(self, session: Session, ending: Ending) -> None:
+        session.tally.leave(ending)
+        if self._live.get(session.admission.key) is session:
+            del self._live[session.admission.key]
+        for ring_id in [ring_id for ring_id, entry in self._entries.items() if entry is session]:
+            del self._entries[ring_id]
+        session.left.set()
+
+    async def _run(self, session: Session, path: str, query: dict[str, str]) -> Ending:
+        """Carry the session's bytes until something ends it; returns what."""
+        if session.ending.done():
+            return session.ending.result()
+        if path == EXPERT_PATH:
+            carry = self._carry_dispatch(session)
+        elif query.get("edge") == "entry":
+            carry = self._carry_entry(session, query.get("controller_id", ""))
+        else:
+            carry = self._carry_edge(session, query.get("role", ""))
+        ended_by = await race(carry, session.ended(), session.ws.keep_alive())
+        if session.ending.done():
+            return session.ending.result()
+        if ended_by == 2 and session.ws.open:
+            return Ending(CloseCode.ABNORMAL, "no sign of life from the node")
+        if session.ws.open:
+            return Ending(CloseCode.UPSTREAM, "the engine ended the session")
+        return session.ws.ending
+
+    async def _carry_dispatch(self, session: Session) -> None:
+        admission = session.admission
+        if admission.engine_socket is None or admission.preamble is None:
+            raise Refused(CloseCode.UPSTREAM, "nothing is listening for this session")
+        try:
+            async with asyncio.timeout(self._engine_timeout_s):
+                engine = SocketEnd(*await asyncio.open_unix_connection(admission.engine_socket))
+        except OSError as error:  # a timeout is one too
+            _log.info("session %s: the engine at %s: %s", admission.key, admission.engine_socket, error.strerror)
+            raise Refused(CloseCode.UPSTREAM, "nothing is listening for this session") from None
+        try:
+            await engine.write(admission.preamble.encode())
+            await race(pump(session.ws, engine, session.tally.add_ws2tcp), pump(engine, session))
+        except ConnectionError:
+            pass  # one side is gone; which one, ``_run`` sees
+        finally:
+            await engine.close()
+
+    async def _carry_edge(self, session: Session, role: str) -> None:
+        """One direction of an edge: from this end to the other, whose own task carries the other direction."""
+        if session.admission.peer_key is None or role not in ("P", "N"):
+            raise Refused(CloseCode.PROTOCOL, "a ring edge needs role P or N")
+        try:
+            async with asyncio.timeout(self._role_timeout_s):
+                first = await session.ws.read()
+        except TimeoutError:
+            raise Refused(CloseCode.PROTOCOL, "no role byte came") from None
+        if first and first[:1] != role.encode():
+            raise Refused(CloseCode.PROTOCOL, "the first byte is not the role this end dialled with")
+        if not first:
+            return
+        peer = self._live.get(session.admission.peer_key)
+        if peer is not None and peer.free:
+            peer.partner.set_result(session)
+            session.partner.set_result(peer)
+        await self._carry_joined(session, first)
+
+    async def _carry_entry(self, session: Session, ring_id: str) -> None:
+        self._entries[ring_id] = session
+        session.ready = True
+        async with self._entry_arrived:
+            self._entry_arrived.notify_all()
+        await self._carry_joined(session, b"")
+
+    async def _carry_joined(self, session: Session, first: bytes) -> None:
+        """Wait for the partner, then pump to it; the gateway is pumped from as well, an edge's end does it itself."""
+        try:
+            held = await session.hold(first, self._hold_bytes)
+            if held is None:
+                return
+            partner = session.partner.result()
+            await deliver(held, partner, session.tally.add_ws2tcp)
+            forth = pump(session.ws, partner, session.tally.add_ws2tcp)
+            if isinstance(partner, SocketEnd):
+                await race(forth, pump(partner, session))
+            else:
+                await forth
+        except ConnectionError:
+            pass  # one side is gone; which one, ``_run`` sees
+        finally:
+            if session.partner.done():
+                await session.partner.result().part()
+                if session.ws.open:
+                    session.end(PEER_LEFT)
+
+    def _tally(self, admission: Admission) -> Tally:
+        identity = (admission.wallet, admission.key)
+        return self._tallies.setdefault(identity, Tally(admission.key, admission.wallet))
+
+
+def _query(text: str) -> dict[str, str]:
+    """The query as a mapping. One name twice is refused: two readers could each believe another of them."""
+    try:
+        pairs = parse_qsl(text, keep_blank_values=True, max_num_fields=16, errors="strict")
+    except ValueError:
+        raise Refused(CloseCode.PROTOCOL, "the query is malformed") from None
+    query = dict(pairs)
+    if len(query) != len(pairs):
+        raise Refused(CloseCode.PROTOCOL, "a query parameter is given twice")
+    return query
+
+
+def _token(request: Request, from_query: str | None) -> str | None:
+    scheme, _, value = request.headers.get("Authorization", "").partition(" ")
+    if scheme.lower() == "bearer" and value.strip():
+        return value.strip()
+    return from_query or None

@@ -1,0 +1,147 @@
+"""One admitted session of the hub: what it is, what it has carried, whom it is joined to, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from kvasir_console.relay.authority import Admission
+from kvasir_console.relay.closing import CloseCode
+from kvasir_console.relay.splice import CHUNK_BYTES, Sink
+from kvasir_console.relay.websocket import Ending, ServerSocket
+
+HOLD_BYTES = CHUNK_BYTES
+"""What is kept of an end that speaks before its partner came; then it is not read any more."""
+
+PEER_LEFT = Ending(CloseCode.GOING_AWAY, "the other end left")
+
+
+@dataclass(frozen=True, slots=True)
+class SessionCount:
+    """Payload bytes of one (wallet, key) since the hub started, over all its connections."""
+
+    key: str
+    wallet: str
+    ws2tcp: int
+    """Bytes from the node, delivered to the engine, the other end of the edge or the gateway."""
+    tcp2ws: int
+    """Bytes delivered to the node."""
+    connected: bool
+    connects: int
+    opened_at: float
+    """Unix time of the latest connection, seconds."""
+    last_close: tuple[int, str] | None
+    """Close code and reason of the latest connection that ended."""
+
+
+class Tally:
+    """The running totals behind a ``SessionCount``."""
+
+    def __init__(self, key: str, wallet: str) -> None:
+        self._key = key
+        self._wallet = wallet
+        self._ws2tcp = 0
+        self._tcp2ws = 0
+        self._connected = False
+        self._connects = 0
+        self._opened_at = 0.0
+        self._last_close: tuple[int, str] | None = None
+
+    def enter(self, now: float) -> None:
+        self._connected = True
+        self._connects += 1
+        self._opened_at = now
+
+    def leave(self, ending: Ending) -> None:
+        self._connected = False
+        self._last_close = (ending.code, ending.reason)
+
+    def add_ws2tcp(self, size: int) -> None:
+        self._ws2tcp += size
+
+    def add_tcp2ws(self, size: int) -> None:
+        self._tcp2ws += size
+
+    def count(self) -> SessionCount:
+        return SessionCount(
+            key=self._key,
+            wallet=self._wallet,
+            ws2tcp=self._ws2tcp,
+            tcp2ws=self._tcp2ws,
+            connected=self._connected,
+            connects=self._connects,
+            opened_at=self._opened_at,
+            last_close=self._last_close,
+        )
+
+
+class Partner(Sink, Protocol):
+    """Whom a ring edge or an entry is joined to: the session at the other end, or the gateway."""
+
+    async def part(self) -> None:
+        """The session this partner was joined to is over."""
+        ...
+
+
+class Session:
+    """A live session. Its own task runs it; others may only ``end`` it, write to it or become its partner."""
+
+    def __init__(self, admission: Admission, ws: ServerSocket, tally: Tally) -> None:
+        loop = asyncio.get_running_loop()
+        self.admission = admission
+        self.ws = ws
+        self.tally = tally
+        self.ending: asyncio.Future[Ending] = loop.create_future()
+        self.partner: asyncio.Future[Partner] = loop.create_future()
+        self.ready = False
+        """May be given a partner."""
+        self.left = asyncio.Event()
+        """Set once the session carries nothing any more; its WebSocket may still be saying goodbye."""
+
+    def end(self, ending: Ending) -> None:
+        """End the session with this close; the first caller decides."""
+        if not self.ending.done():
+            self.ending.set_result(ending)
+
+    async def ended(self) -> None:
+        await asyncio.wait([self.ending])
+
+    @property
+    def free(self) -> bool:
+        return self.ready and not self.partner.done() and not self.ending.done()
+
+    async def write(self, data: bytes | memoryview, /) -> None:
+        await self.ws.write(data)
+        self.tally.add_tcp2ws(len(data))
+
+    async def part(self) -> None:
+        self.end(PEER_LEFT)
+
+    async def hold(self, first: bytes, limit: int) -> bytes | None:
+        """Wait for a partner; returns ``first`` and what the node sent meanwhile, ``None`` if it left.
+
+        Reading goes on until ``limit`` bytes are held, so a node that waits gets its pings answered and is missed
+        when it goes.
+        """
+        held = bytearray(first)
+        self.ready = True
+        try:
+            while not self.partner.done():
+                if len(held) >= limit:
+                    await asyncio.wait([self.partner])
+                    break
+                reading = asyncio.ensure_future(self.ws.read())
+                either: list[asyncio.Future[Any]] = [reading, self.partner]
+                try:
+                    await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    reading.cancel()
+                    [chunk] = await asyncio.gather(reading, return_exceptions=True)
+                if chunk == b"":
+                    return None
+                if isinstance(chunk, bytes):
+                    held += chunk
+        finally:
+            self.ready = False
+        return bytes(held)

@@ -1,0 +1,127 @@
+"""Joining byte streams with back-pressure: at most one chunk is in flight on top of what the sockets buffer.
+
+A ``pump`` reads no further chunk before the sink has taken the last one, so a slow reader slows its writer down and
+memory stays bounded whatever the two sides do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol
+
+CHUNK_BYTES = 64 * 1024
+
+
+class Source(Protocol):
+    async def read(self) -> bytes:
+        """The next bytes of the stream; ``b""`` once it has ended, for whatever reason."""
+        ...
+
+
+class Sink(Protocol):
+    async def write(self, data: bytes | memoryview, /) -> None:
+        """Take ``data`` and return when more may follow. Raises ``ConnectionError`` if nobody takes it any more."""
+        ...
+
+
+class SocketEnd:
+    """An asyncio stream pair as source and sink."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+
+    async def read(self) -> bytes:
+        try:
+            return await self._reader.read(CHUNK_BYTES)
+        except OSError:
+            return b""
+
+    async def write(self, data: bytes | memoryview, /) -> None:
+        try:
+            self._writer.write(data)
+            await self._writer.drain()
+        except ConnectionError:
+            raise
+        except OSError as error:
+            raise ConnectionResetError("the socket failed") from error
+
+    async def close(self) -> None:
+        await close_writer(self._writer)
+
+    async def part(self) -> None:
+        """The other side of the splice is over: so is this one."""
+        await self.close()
+
+
+async def pump(source: Source, sink: Sink, delivered: Callable[[int], None] | None = None) -> None:
+    """Move bytes from ``source`` to ``sink`` until the source ends.
+
+    Args:
+        delivered: told the size of every piece the sink took.
+
+    Raises:
+        ConnectionError: the sink is gone.
+    """
+    while data := await source.read():
+        await deliver(data, sink, delivered)
+
+
+async def deliver(data: bytes, sink: Sink, delivered: Callable[[int], None] | None = None) -> None:
+    """Give ``data`` to ``sink`` in chunks; arguments and errors as for ``pump``."""
+    view = memoryview(data)
+    for start in range(0, len(view), CHUNK_BYTES):
+        piece = view[start : start + CHUNK_BYTES]
+        await sink.write(piece)
+        if delivered is not None:
+            delivered(len(piece))
+
+
+async def race(*parts: Coroutine[Any, Any, Any]) -> int:
+    """Run ``parts`` until one of them ends, cancel the others and wait for them.
+
+    Returns:
+        The index of the part that ended; the first of them if several did at once.
+
+    Raises:
+        Exception: whatever that part raised.
+    """
+    tasks = [asyncio.ensure_future(part) for part in parts]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        winner = next(index for index, task in enumerate(tasks) if task.done())
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    tasks[winner].result()
+    return winner
+
+
+async def close_writer(writer: asyncio.StreamWriter, timeout_s: float = 1.0) -> None:
+    """Close, giving buffered bytes ``timeout_s`` to leave; then cut the connection off."""
+    writer.close()
+    try:
+        async with asyncio.timeout(timeout_s):
+            await writer.wait_closed()
+    except OSError:  # a timeout is one too
+        writer.transport.abort()
+
+
+async def finish(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, linger_s: float = 1.0) -> None:
+    """Close after a last word.
+
+    The peer may still be sending. Closing a TCP socket with unread input resets it, and the reset can overtake the
+    last word; so input is thrown away until the peer has closed too, for ``linger_s`` at most.
+    """
+    try:
+        async with asyncio.timeout(linger_s):
+            await writer.drain()
+            if writer.can_write_eof():
+                writer.write_eof()
+            while await reader.read(CHUNK_BYTES):
+                pass
+    except OSError:  # a timeout is one too
+        pass
+    await close_writer(writer, linger_s)

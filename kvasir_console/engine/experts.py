@@ -1,11 +1,11 @@
 """A bank of experts of one layer: the SwiGLU networks that routed rows pass through, and their weighted sum.
 
 The same code computes experts inside a stage and on a machine that holds nothing but them. A pair is one row sent to
-one expert. Pairs are computed in groups, one per expert, by ascending expert and, inside a group, in the order given;
-rows are padded to ``kernels.ROW_TILE``, so a pair has the same bits whatever group it is in and wherever that is
-computed. Weights are applied by a multiplication and an addition, each rounded, in the order of the pairs: two holders
-with one pair of a row each give, added, the bits of one holder with both. With three pairs or more of a row, the
-association of the additions differs, and with it the last bit.
+one expert. Pairs are computed in groups, one per expert, by ascending expert and, inside a group, in the order given.
+A group's rows are products of their own (see ``kernels``), so its outputs have the same bits wherever the same group
+is computed, whatever other groups come with it. Weights are applied by a multiplication and an addition, each rounded,
+in the order of the pairs: two holders with one pair of a row each give, added, the bits of one holder with both. With
+three pairs or more of a row, the association of the additions differs, and with it the last bit.
 """
 
 from __future__ import annotations
@@ -59,8 +59,9 @@ class ExpertBank:
         gate, up, down = expert_ranges(checkpoint, layer, begin, end)
         n_embd, n_ff = gate[0].dims[:2]
         count = end - begin
-        weights_in = torch.empty(count, 2 * n_ff, n_embd, dtype=torch.float32, device=device)
-        weights_out = torch.empty(count, n_embd, n_ff, dtype=torch.float32, device=device)
+        # Input-major, like every matrix that multiplies rows (see ``weights``).
+        weights_in = torch.empty(count, n_embd, 2 * n_ff, dtype=torch.float32, device=device).mT
+        weights_out = torch.empty(count, n_ff, n_embd, dtype=torch.float32, device=device).mT
         for (tensor, first, last), place in (
             (gate, weights_in[:, :n_ff]),
             (up, weights_in[:, n_ff:]),

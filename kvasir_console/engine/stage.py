@@ -3,9 +3,10 @@
 Only the window's tensors are read; each is held once, in float32. A stage of the whole model is the trunk. Nothing here
 requires gradients; callers on a hot path enter ``torch.inference_mode`` themselves.
 
-A row's values depend on the tokens before it and on nothing else: not on how rows are grouped into calls, how layers
-are grouped into stages, or (top-2 routing) where experts are computed. See ``kernels`` for how, and ``row_invariant``
-for whether it holds on this machine.
+A row's values depend on the tokens before it, and on whether rows came in few at a time or many (``kernels``), but not
+on how layers are grouped into stages, on threads, on where prefill is cut into pieces of at least ``ROW_TILE`` rows, or
+(top-2 routing) on where experts are computed. ``Stage.row_invariant`` says whether that holds on this machine. A replay
+that must give the same bits feeds a prompt as it was fed, and decoded tokens one by one.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Stage:
         self._model = model
         self._device = device
         self.row_invariant = self._measure_row_invariance()
-        """Whether this machine's kernels give a row the same bits in any company."""
+        """Whether this machine's kernels give a row the same bits in any company of its class (``kernels``)."""
 
     @classmethod
     def load(
@@ -193,8 +194,8 @@ class Stage:
         invariant = all(row_invariant(matrix) for matrix in of_each_shape.values())
         if not invariant:
             log.warning(
-                "this machine's matrix products round a row differently in different company: a replay or another "
-                "batch may change a token"
+                "matrix products on this machine round a row differently in different company: other threads, "
+                "batches or holders may change a token"
             )
         return invariant
 

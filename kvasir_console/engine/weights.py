@@ -2,6 +2,9 @@
 
 Blocks are read from the file's map a chunk at a time, straight into their place in the result, so loading needs the
 result and a few megabytes, however large a matrix is. No raw bytes are kept.
+
+A matrix (n_out, n_in) that multiplies rows lies in memory input-major, as the transpose of a contiguous (n_in, n_out):
+a single row's product then reads memory in order, half as fast again as the other way round (26 against 17 GB/s here).
 """
 
 from __future__ import annotations
@@ -75,13 +78,20 @@ class WindowReader:
 
     def vector(self, name: str) -> Tensor:
         """A tensor of one dimension, (n,)."""
-        return self.matrix(name).view(-1)
+        return self.table(name).view(-1)
+
+    def table(self, name: str) -> Tensor:
+        """A matrix (n, width) whose rows are looked up: contiguous."""
+        tensor = self._left.pop(name)
+        out = torch.empty(math.prod(tensor.dims[1:]), tensor.dims[0], dtype=torch.float32, device=self._device)
+        read_rows(self._checkpoint, tensor, out, on_read=self._on_read)
+        return out
 
     def matrix(self, *names: str) -> Tensor:
-        """One matrix (n_out, n_in), or several with the same ``n_in`` one below the other in one storage."""
+        """A matrix (n_out, n_in), or several with the same ``n_in`` one below the other in one storage; input-major."""
         tensors = [self._left.pop(name) for name in names]
         heights = [math.prod(tensor.dims[1:]) for tensor in tensors]
-        out = torch.empty(sum(heights), tensors[0].dims[0], dtype=torch.float32, device=self._device)
+        out = torch.empty(tensors[0].dims[0], sum(heights), dtype=torch.float32, device=self._device).t()
         for tensor, part in zip(tensors, torch.split(out, heights), strict=True):
             read_rows(self._checkpoint, tensor, part, on_read=self._on_read)
         return out

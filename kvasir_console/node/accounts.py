@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from kvasir_console.config import WalletConfig
@@ -57,12 +59,12 @@ class Accounts:
             await self._refresh_balance()
 
     async def _refresh_balance(self) -> None:
-        from dataclasses import replace
+        # The Solana client takes a quarter of a second to import; a node that never shows money never pays it.
+        from kvasir_console.wallet.chain import Chain
 
-        from kvasir_console.wallet.chain import open_chain
-
-        async with open_chain(self._config) as chain:
-            balance = await chain.kvr_balance(self._wallet)
+        auth = Path(self._config.rpc_auth_file).read_text().strip() if self._config.rpc_auth_file else None
+        async with Chain(self._config.rpc_url, auth=auth) as chain:
+            balance = await chain.balance_micro_kvr(self._wallet, self._config.mint)
         self._view = replace(self._view, wallet_micro_kvr=balance)
 
     async def claim(self) -> dict[str, Any]:

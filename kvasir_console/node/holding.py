@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
-from urllib.parse import quote
 
 import httpx
 
@@ -16,6 +15,7 @@ from kvasir_console.node.market import Assignment
 from kvasir_console.node.placement.plan import Plan, PlannedStage, verify_plan
 from kvasir_console.node.shards import fetch_expert_shard, fetch_stage
 from kvasir_console.node.snapshot import SliceView
+from kvasir_console.relay.uplink import expert_url, ring_url
 from kvasir_console.relay.wire.preamble import Kind, Preamble, Wire
 
 Progress = Callable[[int, int | None], None]
@@ -25,10 +25,10 @@ WIRES = ("v1", "v2", "v2f16")
 
 @dataclass(frozen=True, slots=True)
 class RelaySession:
-    """One session to dial: its name, the path with its query (no token), and what the engine is told."""
+    """One session to dial: its name, the relay's URL (no token in it), and what the engine is told."""
 
     name: str
-    path: str
+    url: str
     preamble: Preamble
 
 
@@ -40,7 +40,7 @@ class Holding(Protocol):
     ) -> None: ...
     async def load(self, client: EngineClient, progress: Progress) -> None: ...
     def coverage(self) -> dict[str, Any]: ...
-    def sessions(self) -> list[RelaySession]: ...
+    def sessions(self, gateway: str) -> list[RelaySession]: ...
 
 
 def session_name(worker_id: str) -> str:
@@ -105,7 +105,7 @@ class ExpertHolding:
             "wires": list(WIRES),
         }
 
-    def sessions(self) -> list[RelaySession]:
+    def sessions(self, gateway: str) -> list[RelaySession]:
         a = self.assignment
         name = session_name(self.worker_id)
         preamble = Preamble(
@@ -118,7 +118,7 @@ class ExpertHolding:
             end=a.end,
             wires=Wire.V1 | Wire.V2 | Wire.V2F16,
         )
-        return [RelaySession(name, f"/api/expert-relay?session={quote(name)}", preamble)]
+        return [RelaySession(name, expert_url(gateway, name), preamble)]
 
 
 @dataclass(slots=True)
@@ -192,16 +192,15 @@ class RingHolding:
     def coverage(self) -> dict[str, Any]:
         return {"model": self.plan.model, "segments": [], "n_layer": self.plan.n_layer}
 
-    def sessions(self) -> list[RelaySession]:
+    def sessions(self, gateway: str) -> list[RelaySession]:
         rank, size = self.stage.rank, len(self.plan.stages)
         edges = [(Kind.RING_NEXT, str(rank), "P"), (Kind.RING_PREV, str((rank - 1) % size), "N")]
         if rank == 0:
             edges.append((Kind.ENTRY, "entry", "N"))
-        return [self._session(kind, edge, role) for kind, edge, role in edges]
+        return [self._session(gateway, kind, edge, role) for kind, edge, role in edges]
 
-    def _session(self, kind: Kind, edge: str, role: str) -> RelaySession:
+    def _session(self, gateway: str, kind: Kind, edge: str, role: str) -> RelaySession:
         name = f"{self.plan.ring}/{edge}/{role}"
-        path = f"/api/ring-relay?controller_id={quote(self.plan.ring)}&edge={edge}&role={role}"
         preamble = Preamble(
             kind=kind,
             session=name,
@@ -211,7 +210,7 @@ class RingHolding:
             end=self.stage.end,
             epoch=self.plan.generation,
         )
-        return RelaySession(name, path, preamble)
+        return RelaySession(name, ring_url(gateway, self.plan.ring, edge, role), preamble)
 
 
 def choose_plan(signed: Iterable[Mapping[str, Any]], hub_key: str, wallet: str, pin: Path) -> Plan | None:

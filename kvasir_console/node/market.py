@@ -83,12 +83,13 @@ class Market:
         self.gateway = check_gateway(gateway)
         parts = urlsplit(self.gateway)
         self.host = parts.netloc
+        self.ssl_context = client_context(ca_file) if parts.scheme == "https" else None
         self._client = httpx.AsyncClient(
             base_url=self.gateway,
             headers={"User-Agent": USER_AGENT},
             timeout=timeout_s,
             transport=transport,
-            verify=client_context(ca_file) if parts.scheme == "https" else False,
+            verify=self.ssl_context or False,
         )
 
     async def close(self) -> None:
@@ -98,10 +99,6 @@ class Market:
     def client(self) -> httpx.AsyncClient:
         """The HTTP client, for downloads."""
         return self._client
-
-    def relay_url(self, path: str) -> str:
-        parts = urlsplit(self.gateway)
-        return f"{'wss' if parts.scheme == 'https' else 'ws'}://{parts.netloc}{path}"
 
     async def config(self) -> GatewayInfo:
         data = await self._json("GET", "/api/config")

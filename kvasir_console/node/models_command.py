@@ -27,8 +27,8 @@ class ProgressLine:
             return
         self._last, self._drawn = (step, what), time.monotonic()
         size = f"{done / 1e6:7.1f} of {total / 1e6:.1f} MB" if total else f"{done / 1e6:7.1f} MB"
-        end = "" if self._tty and percent < 100 else "\n"
-        print(f"{'\r' if self._tty else ''}{what}: {size} {percent:3d}%", end=end, file=sys.stderr, flush=True)
+        start, end = ("\r" if self._tty else ""), ("" if self._tty and percent < 100 else "\n")
+        print(f"{start}{what}: {size} {percent:3d}%", end=end, file=sys.stderr, flush=True)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -30,7 +30,7 @@ from kvasir_console.node.accounts import Accounts
 from kvasir_console.node.admin import Handler
 from kvasir_console.node.credentials import Credentials
 from kvasir_console.node.holding import ExpertHolding, Holding, RingHolding, choose_plan
-from kvasir_console.node.market import Assignment, GatewayInfo, Market
+from kvasir_console.node.market import USER_AGENT, Assignment, GatewayInfo, Market
 from kvasir_console.node.phase import Phase
 from kvasir_console.node.signing import WalletSigner
 from kvasir_console.node.snapshot import DownloadView, MachineView, NodeSnapshot, RelayView
@@ -38,7 +38,8 @@ from kvasir_console.node.supervisor import Engine
 from kvasir_console.node.telemetry import Counters, Telemetry
 from kvasir_console.node.worker_id import worker_id
 from kvasir_console.paths import Paths
-from kvasir_console.relay.uplink import Uplink, UplinkState
+from kvasir_console.relay.closing import CloseCode
+from kvasir_console.relay.uplink import Uplink, UplinkPhase, UplinkState
 from kvasir_console.relay.wire.control import Message
 
 log = logging.getLogger(__name__)
@@ -75,7 +76,7 @@ class Node:
         self._engine_changed = asyncio.Event()
         self._state = phase.initial(time.time())
         self._holding: Holding | None = None
-        self._uplinks: list[Uplink] = []
+        self._uplinks: dict[Uplink, asyncio.Task[None]] = {}
         self._download: DownloadView | None = None
         self._telemetry = Telemetry()
         self._engine_rss: int | None = None
@@ -89,8 +90,9 @@ class Node:
 
     def snapshot(self) -> NodeSnapshot:
         memory = psutil.virtual_memory()
+        now_s = time.time()
         return NodeSnapshot(
-            at_s=time.time(),
+            at_s=now_s,
             version=__version__,
             pid=os.getpid(),
             engine_pid=self._engine.pid,
@@ -101,7 +103,7 @@ class Node:
             gateway=self._market.gateway,
             state=self._state,
             held=None if self._holding is None else self._holding.view(),
-            relays=tuple(_relay_view(uplink.snapshot()) for uplink in self._uplinks),
+            relays=tuple(_relay_view(uplink.snapshot(), now_s) for uplink in self._uplinks),
             work=self._telemetry.view(),
             earnings=self._accounts.view(),
             download=self._download,
@@ -295,30 +297,35 @@ class Node:
 
     def _dial(self, holding: Holding, info: GatewayInfo) -> None:
         network = self._config.network
-        for session in holding.sessions():
+        for session in holding.sessions(self._market.gateway):
             uplink = Uplink(
-                self._market.relay_url(session.path),
+                session.url,
                 session.name,
-                self._credentials.get,
+                self._session_token,
                 token_in_header=info.relay_token_header,
-                ca_file=network.ca_file,
+                ssl_context=self._market.ssl_context,
                 engine_socket=self._engine.data_socket,
                 preamble=session.preamble,
+                user_agent=USER_AGENT,
                 redial_min_s=network.redial_min_s,
                 redial_max_s=network.redial_max_s,
                 on_change=self._uplink_changed,
             )
-            self._uplinks.append(uplink)
-            uplink.start()
+            self._uplinks[uplink] = asyncio.create_task(uplink.run(), name=f"uplink {session.name}")
+
+    async def _session_token(self, *, refresh: bool) -> str:
+        return await self._credentials.get(refresh=refresh)
 
     async def _drop_uplinks(self) -> None:
-        uplinks, self._uplinks = self._uplinks, []
-        for uplink in uplinks:
+        uplinks, self._uplinks = self._uplinks, {}
+        for uplink, task in uplinks.items():
             await uplink.close()
+            await asyncio.gather(task, return_exceptions=True)
 
     def _uplink_changed(self, state: UplinkState) -> None:
-        self._note(f"Relay session {state.session}: {state.state}. {state.last_close}".strip())
-        if state.close_code == 4404:
+        why = "" if state.last_close is None else state.last_close.text
+        self._note(f"Relay session {state.session}: {state.phase.value}. {why}".strip())
+        if state.last_close is not None and state.last_close.code == CloseCode.UNKNOWN_SESSION:
             self._wake.set()  # the gateway forgot this node: report again at once
         self._note_serving()
 
@@ -326,11 +333,14 @@ class Node:
         """Between dialling and serving the sessions decide."""
         if self._state.phase not in (Phase.DIALLING, Phase.SERVING) or not self._uplinks:
             return
-        waiting = [uplink.snapshot() for uplink in self._uplinks if not uplink.is_open]
+        states = [uplink.snapshot() for uplink in self._uplinks]
+        waiting = [state for state in states if state.phase is not UplinkPhase.OPEN]
         if not waiting:
             self._enter(Phase.SERVING, "Every relay session is open.")
+        elif waiting[0].last_close is not None:
+            self._enter(Phase.DIALLING, f"{waiting[0].session}: {waiting[0].last_close.text}")
         else:
-            self._enter(Phase.DIALLING, waiting[0].last_close or f"Session {waiting[0].session} is being dialled.")
+            self._enter(Phase.DIALLING, f"Session {waiting[0].session} is being dialled.")
 
     # The engine
 
@@ -428,16 +438,14 @@ class Node:
                 await self._wake.wait()
 
 
-def _relay_view(state: UplinkState) -> RelayView:
+def _relay_view(state: UplinkState, now_s: float) -> RelayView:
     return RelayView(
         session=state.session,
-        state=state.state,
-        since_s=state.since_s,
+        state=state.phase.value,
+        since_s=now_s - state.since_s,
         rtt_ms=state.rtt_ms,
         bytes_up=state.bytes_up,
         bytes_down=state.bytes_down,
         retry_in_s=state.retry_in_s,
-        last_close=state.last_close,
+        last_close="" if state.last_close is None else state.last_close.text,
     )
-
-

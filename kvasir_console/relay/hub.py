@@ -22,9 +22,9 @@ from websockets.http11 import Request
 from kvasir_console.errors import NetworkError
 from kvasir_console.relay.authority import Admission, Authority, Refused
 from kvasir_console.relay.closing import CloseCode
+from kvasir_console.relay.server_socket import MAX_FRAME_BYTES, Ending, ServerSocket
 from kvasir_console.relay.session import HOLD_BYTES, PEER_LEFT, Session, SessionCount, Tally
 from kvasir_console.relay.splice import SocketEnd, close_writer, deliver, pump, race
-from kvasir_console.relay.websocket import MAX_FRAME_BYTES, Ending, ServerSocket
 
 __all__ = ["EXPERT_PATH", "RING_PATH", "Admission", "Authority", "Hub", "Refused", "SessionCount"]
 

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 from kvasir_console.relay.authority import Admission
 from kvasir_console.relay.closing import CloseCode
+from kvasir_console.relay.server_socket import Ending, ServerSocket
 from kvasir_console.relay.splice import CHUNK_BYTES, Sink
-from kvasir_console.relay.websocket import Ending, ServerSocket
 
 HOLD_BYTES = CHUNK_BYTES
 """What is kept of an end that speaks before its partner came; then it is not read any more."""

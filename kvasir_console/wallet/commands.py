@@ -40,7 +40,7 @@ def create_wallet(
         SystemResourceError: the vault cannot be written or its cost does not fit the memory.
     """
     phrase = bip39.generate(words)
-    accounts = create_vault(paths.vault_file, passphrase, phrase, cost=choose_cost(kdf), force=force)
+    accounts = create_vault(paths.vault_file, phrase, passphrase, cost=choose_cost(kdf), force=force)
     return CreatedWallet(phrase, accounts[0].address, paths.vault_file)
 
 
@@ -55,15 +55,15 @@ def candidate_accounts(phrase: str, paths: Sequence[str | None] = CANDIDATE_PATH
 
 def import_phrase(
     paths: Paths,
-    passphrase: str,
     phrase: str,
+    passphrase: str,
     *,
     path: str | None = KVASIR_PATH,
     kdf: str = "moderate",
     force: bool = False,
 ) -> Account:
     """Keep an existing phrase in the vault, with the account at ``path``. Raises as ``create_wallet``."""
-    return create_vault(paths.vault_file, passphrase, phrase, paths=(path,), cost=choose_cost(kdf), force=force)[0]
+    return create_vault(paths.vault_file, phrase, passphrase, paths=(path,), cost=choose_cost(kdf), force=force)[0]
 
 
 def accounts(paths: Paths) -> tuple[Account, ...]:

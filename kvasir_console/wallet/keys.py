@@ -17,6 +17,7 @@ from types import TracebackType
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from nacl.exceptions import CryptoError
 from nacl.signing import VerifyKey
+from solders.keypair import Keypair
 from solders.pubkey import Pubkey
 
 from kvasir_console.errors import WalletError
@@ -91,10 +92,10 @@ class Key:
         """The 64-byte signature. Raises ``WalletError`` ``wallet_locked`` after ``wipe``."""
         return self._private().sign(message)
 
-    def export_seed(self) -> bytes:
-        """The 32-byte seed, for a transaction signer or an export its owner asked for. Raises as ``sign``."""
+    def keypair(self) -> Keypair:
+        """The key as the Solana bindings hold it, to sign transactions. Raises as ``sign``."""
         self._private()
-        return bytes(self._seed)
+        return Keypair.from_seed(bytes(self._seed))
 
     def wipe(self) -> None:
         for place in range(len(self._seed)):

@@ -173,10 +173,10 @@ async def serve(signer: Signer, path: Path) -> None:
         SystemResourceError: another signer answers there, or the socket cannot be made.
     """
     listener = _listen(path)
-    connections: set[asyncio.StreamWriter] = set()
+    connections: dict[asyncio.Task[None] | None, asyncio.StreamWriter] = {}
 
     async def connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        connections.add(writer)
+        connections[asyncio.current_task()] = writer
         try:
             if len(connections) <= MAX_CONNECTIONS:
                 check_same_user(writer)
@@ -184,7 +184,7 @@ async def serve(signer: Signer, path: Path) -> None:
         except (KvasirError, OSError, TimeoutError, asyncio.IncompleteReadError) as error:
             _log.debug("a connection ended: %s", type(error).__name__)
         finally:
-            connections.discard(writer)
+            del connections[asyncio.current_task()]
             writer.close()
 
     server = await asyncio.start_unix_server(connection, sock=listener)
@@ -195,8 +195,9 @@ async def serve(signer: Signer, path: Path) -> None:
         signer.lock()
         parent.cancel()
         server.close()
-        for writer in connections:  # the server is not closed before they are
+        for writer in connections.values():
             writer.close()
+        await asyncio.gather(*filter(None, connections))  # each sees its end and returns
         await server.wait_closed()
         path.unlink(missing_ok=True)
 

@@ -20,7 +20,7 @@ from spl.token.models import InitializeMint2Params, MintToCheckedParams, Transfe
 from kvasir_console.errors import UsageError
 
 DECIMALS = 6
-MICRO_PER_KVR = 10**DECIMALS
+MICRO_PER_KVR = 1_000_000
 DEVNET_MINT = "6cuJAmqtMuGzJ7s7eWQSqfJvEFRUdTiYR3cuMmiNoCPQ"
 INITIAL_SUPPLY_MICRO_KVR = 1_000_000_000 * MICRO_PER_KVR
 MAX_MICRO_KVR = 2**64 - 1

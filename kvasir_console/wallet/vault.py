@@ -176,8 +176,8 @@ def choose_cost(level: str = "moderate", available_bytes: int | None = None) -> 
 
 def create_vault(
     file: Path,
-    passphrase: str,
     phrase: str,
+    passphrase: str,
     *,
     paths: Sequence[str | None] = (KVASIR_PATH,),
     cost: KdfCost | None = None,

@@ -1,9 +1,9 @@
 """A mixture of experts made from a dense model, so that there is a real-text MoE small enough for any machine.
 
 After "Sparse Upcycling" (Komatsuzaki et al., arXiv 2212.05055): every feed-forward network becomes ``experts`` copies
-of itself behind a router. Nothing is trained here. Each copy gets Gaussian noise of its own, so that experts differ and a
-wrong one visibly moves the logits; the router is random. The weights of the chosen experts sum to one, so the average
-over experts is the dense network again and the model still writes sensible text.
+of itself behind a router. Nothing is trained here. Each copy gets Gaussian noise of its own, so that experts differ and
+a wrong one visibly moves the logits; the router is random. The weights of the chosen experts sum to one, so the
+average over experts is the dense network again and the model still writes sensible text.
 
 The result is a pure function of the source and the parameters, on any machine: random bits come from PCG64 and
 ``SeedSequence``, whose streams numpy guarantees (NEP 19), become Gaussian through a table, and everything after that is
@@ -35,8 +35,13 @@ Progress = Callable[[int, int, str], None]
 F32Array = npt.NDArray[np.float32]
 
 UPCYCLED_PREFIX = "kvasir.upcycled."
-NOISE = 0.02
-"""Deviation of an expert's noise as a share of the deviation of the weights."""
+NOISE = 0.07
+"""Deviation of an expert's noise as a share of the deviation of the weights.
+
+With SmolLM2-135M, 7% costs 0.05 nats a token against the dense model and the text reads as before; taking each
+token's wrong experts moves the output by 0.14 nats (KL divergence) and changes one greedy token in five. At 10% the
+text begins to repeat itself, at 20% it is no longer sensible.
+"""
 ROUTER_SPREAD = 2.0
 """Length of the router's rows for inputs of length one; about twice the deviation of its logits."""
 SEED = 20_260_101

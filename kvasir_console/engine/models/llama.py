@@ -8,7 +8,8 @@ norm and output projection if it ends it. Rows are consecutive tokens of one seq
     logits = head(hidden)                                    (R, D) -> (R, V)
 
 ``forward`` takes at most the rows of one KV block (``kvcache.BLOCK_ROWS``) and never crosses the end of a block; the
-caller cuts. Every matrix product then meets the same shapes for a row, however rows come in (see ``kernels``).
+caller cuts. Attention then sums over whole blocks, and a row's bits depend only on whether it comes among few rows or
+many (see ``kernels``).
 
 The network (Touvron et al., arXiv 2302.13971; the mixture, Jiang et al., arXiv 2401.04088):
 
@@ -18,7 +19,7 @@ The network (Touvron et al., arXiv 2302.13971; the mixture, Jiang et al., arXiv 
 In a GGUF of this architecture the rows of the query and key matrices are permuted, so that the pairs that rotary
 embedding turns lie side by side.
 
-Dimensions: T rows (T' padded to ``ROW_TILE``), D n_embd, H query heads, J key-value heads, G = H / J, h head_dim,
+Dimensions: T rows (T' padded by ``pad_rows``), D n_embd, H query heads, J key-value heads, G = H / J, h head_dim,
 S positions in the cache's blocks, F feed-forward width, E experts, K experts used, V vocabulary.
 """
 
@@ -90,13 +91,18 @@ class Llama:
         first, last = begin == 0, end == shape.n_layer
         self._shape = shape
         self._begin = begin
-        table = read.matrix("token_embd.weight") if first or (last and shape.tied_output) else None
+        tied = shape.tied_output and last
+        table: Tensor | None = None
+        if tied:
+            table = read.matrix("token_embd.weight")
+        elif first:
+            table = read.table("token_embd.weight")
         self._embedding = table if first else None  # (V, D)
         self._blocks = [Block.load(read, layer) for layer in range(begin, end)]
         self._output_norm = read.vector("output_norm.weight") if last else None  # (D,)
         self._output: Tensor | None = None  # (V, D)
         if last:
-            self._output = table if shape.tied_output else read.matrix("output.weight")
+            self._output = table if tied else read.matrix("output.weight")
         self._frequencies = _frequencies(read, shape)  # (rope_dim / 2,) f64
 
     def embed(self, tokens: Tensor) -> Tensor:

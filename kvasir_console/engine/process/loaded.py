@@ -92,14 +92,13 @@ async def _load_stage(
 
     def read() -> tuple[Stage, dict[str, Any], Tokenizer | None, ChatTemplate | None]:
         with Checkpoint.open(path) as checkpoint:
-            shape = ModelShape.of(checkpoint)
             stage = Stage.load(checkpoint, begin, end, device=device, progress=progress)
             tokenizer = template = None
             if stage.first:
                 tokenizer = Tokenizer.from_metadata(checkpoint.metadata)
                 if "tokenizer.chat_template" in checkpoint.metadata:
                     template = ChatTemplate.from_metadata(checkpoint.metadata, tokenizer)
-            return stage, _common(checkpoint, fields) | _shape(shape), tokenizer, template
+            return stage, _common(checkpoint, fields) | _shape(stage.shape), tokenizer, template
 
     stage, info, tokenizer, template = await compute.run(read)
     wanted = int(fields.get("context_length") or 0) or CONTEXT_CAP

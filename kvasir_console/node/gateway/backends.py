@@ -74,7 +74,7 @@ class _ClientBackend:
         return await (await self.client()).count_tokens(prompt=prompt, messages=messages)
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:
-        async with contextlib.aclosing((await self.client()).generate(request)) as events:  # type: ignore[type-var]
+        async with contextlib.aclosing((await self.client()).generate(request)) as events:
             async for event in events:
                 yield event
 

@@ -12,7 +12,7 @@ import os
 import secrets
 import stat
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -82,14 +82,16 @@ class Caller:
 
 
 class Identity:
-    """Mints and checks what callers show. ``domains`` are the names this gateway is reached by."""
+    """Mints and checks what callers show."""
 
-    def __init__(
-        self, secrets_: Secrets, store: Store, domains: Sequence[str] = (), clock: Callable[[], float] = time.time
-    ) -> None:
+    def __init__(self, secrets_: Secrets, store: Store, clock: Callable[[], float] = time.time) -> None:
         self._secrets = secrets_
         self._store = store
-        self.domains = tuple(domains)
+        self.domains: tuple[str, ...] = ()
+        """The names this gateway is reached by, ``host`` or ``host:port`` in lower case, the preferred one first.
+
+        Set once the port is known; without them no signed action is accepted.
+        """
         self._clock = clock
         self._hub_key = SigningKey(secrets_.hub_seed)
 
@@ -127,9 +129,11 @@ class Identity:
         """The wallet of a node token. Raises ``WalletError``."""
         return signed.check_node_token(self._secrets.node_token_key, token, self._clock())
 
-    async def challenge(self, wallet: str) -> tuple[str, str]:
-        """(nonce, message) for a wallet that asks for a node token."""
-        nonce = await asyncio.to_thread(self._store.issue_nonce, wallet, _NODE_TOKEN_PURPOSE, int(self._clock()))
+    async def challenge(self, wallet: str, address: str) -> tuple[str, str]:
+        """(nonce, message) for a wallet that asks for a node token from a network address."""
+        nonce = await asyncio.to_thread(
+            self._store.issue_nonce, wallet, _NODE_TOKEN_PURPOSE, int(self._clock()), address=address
+        )
         return nonce, signed.bridge_challenge_text(wallet, nonce)
 
     async def node_token(self, wallet: str, nonce: str, signature: str) -> tuple[str, int]:
@@ -145,19 +149,23 @@ class Identity:
         token = signed.mint_node_token(self._secrets.node_token_key, wallet, now + signed.NODE_TOKEN_TTL_S)
         return token, signed.NODE_TOKEN_TTL_S
 
-    async def action_challenge(self, wallet: str, action: str, host: str) -> dict[str, str]:
-        """What a wallet needs to write the text of a signed action. ``host`` is what the caller reached us by."""
+    async def action_challenge(self, wallet: str, action: str, host: str, address: str) -> dict[str, str]:
+        """What a wallet needs to write the text of a signed action.
+
+        ``host`` is the name the caller reached us by; it is answered if it is one of ours.
+        """
         try:
             kind = signed.ActionKind(action)
         except ValueError:
             raise UsageError("action_unknown", f"There is no action {action[:40]!r}.") from None
+        domain = self._domain(host)
         now = int(self._clock())
-        nonce = await asyncio.to_thread(self._store.issue_nonce, wallet, f"action:{kind}", now)
+        nonce = await asyncio.to_thread(self._store.issue_nonce, wallet, f"action:{kind}", now, address=address)
         return {
             "nonce": nonce,
             "issued_at": signed.rfc3339(now),
             "expires_at": signed.rfc3339(now + NONCE_TTL_S),
-            "domain": host if host in self.domains else self.domains[0],
+            "domain": domain,
         }
 
     async def check_action(self, wallet: str, kind: signed.ActionKind, message: str, signature: str) -> signed.Action:
@@ -173,10 +181,15 @@ class Identity:
         fresh = await asyncio.to_thread(self._store.consume_nonce, action.nonce, wallet, f"action:{kind}", int(now))
         if not fresh:
             raise _challenge_refused()
-        domain = action.domain if action.domain in self.domains else self.domains[0]
-        action.check(domain=domain, kind=kind, wallet=wallet, nonce=action.nonce, now=now)
+        action.check(domain=self._domain(action.domain), kind=kind, wallet=wallet, nonce=action.nonce, now=now)
         _check_signature(wallet, message, signature)
         return action
+
+    def _domain(self, name: str) -> str:
+        """``name`` if it is one of ours, else our preferred one."""
+        if not self.domains:
+            raise WalletError("domain_unknown", "The gateway does not know its own name yet.", "Try again in a moment.")
+        return name if name.lower() in self.domains else self.domains[0]
 
 
 def _check_signature(wallet: str, text: str, signature: str) -> None:

@@ -55,7 +55,7 @@ _BEFORE: Mapping[ClaimState, tuple[ClaimState, ...]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Contribution:
+class Reading:
     """One reading of a cumulative counter of work.
 
     ``run_id`` names the run the counter belongs to: within a run it only grows. An empty one is a foreign source that
@@ -115,22 +115,22 @@ class Ledger:
     def __init__(self, store: Store) -> None:
         self._store = store
 
-    def credit(self, contribution: Contribution, now: int) -> int:
+    def credit(self, reading: Reading, now: int) -> int:
         """Credit what a counter grew by since it was last credited; the micro-KVR added.
 
         Raises:
             LedgerError: ``counter_implausible`` for a reading no real counter can have.
         """
-        if not 0 <= contribution.micro_units <= MAX_COUNTER_MICRO_UNITS:
+        if not 0 <= reading.micro_units <= MAX_COUNTER_MICRO_UNITS:
             raise LedgerError(
                 "counter_implausible",
-                f"The counter of {contribution.worker_id} reads {contribution.micro_units} micro-units.",
+                f"The counter of {reading.worker_id} reads {reading.micro_units} micro-units.",
                 "Nothing was credited for it.",
             )
         try:
             with self._store.write() as connection:
-                grown = _advance_counter(connection, contribution)
-                return _credit_units(connection, contribution, grown, now) if grown else 0
+                grown = _advance_counter(connection, reading)
+                return _credit_units(connection, reading, grown, now) if grown else 0
         except IntegrityError:
             # Another gateway on the same database credited this reading's first row; the next poll finds it.
             return 0
@@ -202,16 +202,16 @@ class Ledger:
             return None if row is None else _claim(row)
 
     def claims(self, wallet: str | None = None, *, limit: int = 1000) -> tuple[Claim, ...]:
-        """Claims, newest first."""
-        query = sa.select(claims).order_by(claims.c.created_at.desc(), claims.c.id).limit(limit)
+        """The latest claims, oldest first."""
+        query = sa.select(claims).order_by(claims.c.number.desc()).limit(limit)
         if wallet is not None:
             query = query.where(claims.c.wallet == wallet)
         with self._store.read() as connection:
-            return tuple(_claim(row) for row in connection.execute(query))
+            return tuple(_claim(row) for row in reversed(connection.execute(query).all()))
 
     def open_claims(self) -> tuple[Claim, ...]:
         """What the payout process has to do, oldest first."""
-        query = sa.select(claims).where(claims.c.state.in_(OPEN_STATES)).order_by(claims.c.created_at, claims.c.id)
+        query = sa.select(claims).where(claims.c.state.in_(OPEN_STATES)).order_by(claims.c.number)
         with self._store.read() as connection:
             return tuple(_claim(row) for row in connection.execute(query))
 
@@ -282,11 +282,11 @@ class Ledger:
     def attempts(self, claim_id: str) -> tuple[tuple[str, str], ...]:
         """(signature, outcome) of every transaction signed for a claim, in order."""
         with self._store.read() as connection:
-            query = sa.select(attempts).where(attempts.c.claim_id == claim_id).order_by(attempts.c.at)
+            query = sa.select(attempts).where(attempts.c.claim_id == claim_id).order_by(attempts.c.number)
             return tuple((row.signature, row.outcome) for row in connection.execute(query))
 
 
-def _advance_counter(connection: Connection, reading: Contribution) -> int:
+def _advance_counter(connection: Connection, reading: Reading) -> int:
     key = (
         counters.c.run_id == reading.run_id,
         counters.c.wallet == reading.wallet,
@@ -316,7 +316,7 @@ def _advance_counter(connection: Connection, reading: Contribution) -> int:
     return grown
 
 
-def _credit_units(connection: Connection, reading: Contribution, micro_units: int, now: int) -> int:
+def _credit_units(connection: Connection, reading: Reading, micro_units: int, now: int) -> int:
     key = _account_key(reading.wallet, reading.worker_id, reading.kind)
     row = connection.execute(sa.select(accounts).where(*key).with_for_update()).one_or_none()
     multiplier = settlement.tier(reading.perf_tps).multiplier

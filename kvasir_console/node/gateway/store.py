@@ -29,6 +29,7 @@ SCHEMA_VERSION = 1
 NONCE_TTL_S = 300
 NONCES_TOTAL = 10_000
 NONCES_PER_WALLET = 16
+NONCES_PER_ADDRESS = 1_000
 BUSY_TIMEOUT_MS = 10_000
 CONTENT_TTL_S = 30 * 86_400
 """How long the tokens of an answer are kept; the accounting row stays."""
@@ -48,6 +49,7 @@ nonces = sa.Table(
     sa.Column("nonce", sa.String(64), primary_key=True),
     sa.Column("wallet", sa.String(44), nullable=False, index=True),
     sa.Column("purpose", sa.String(64), nullable=False),
+    sa.Column("address", sa.String(64), nullable=False, index=True),
     sa.Column("issued_at", sa.BigInteger, nullable=False),
     sa.Column("expires_at", sa.BigInteger, nullable=False, index=True),
 )
@@ -139,7 +141,8 @@ accounts = sa.Table(
 claims = sa.Table(
     "claims",
     metadata,
-    sa.Column("id", sa.String(64), primary_key=True),
+    sa.Column("number", sa.Integer, primary_key=True, autoincrement=True),
+    sa.Column("id", sa.String(64), nullable=False, unique=True),
     sa.Column("wallet", sa.String(44), nullable=False, index=True),
     sa.Column("micro_kvr", sa.BigInteger, nullable=False),
     sa.Column("state", sa.String(16), nullable=False, index=True),
@@ -169,7 +172,8 @@ claim_items = sa.Table(
 attempts = sa.Table(
     "attempts",
     metadata,
-    sa.Column("signature", sa.String(96), primary_key=True),
+    sa.Column("number", sa.Integer, primary_key=True, autoincrement=True),
+    sa.Column("signature", sa.String(96), nullable=False, unique=True),
     sa.Column("claim_id", sa.ForeignKey("claims.id"), nullable=False, index=True),
     sa.Column("outcome", sa.String(16), nullable=False),
     sa.Column("at", sa.BigInteger, nullable=False),
@@ -269,36 +273,41 @@ class Store:
         with self.read() as connection:
             return connection.scalar(sa.select(facts.c.value).where(facts.c.name == name))
 
-    def issue_nonce(self, wallet: str, purpose: str, now: int, ttl_s: int = NONCE_TTL_S) -> str:
+    def issue_nonce(self, wallet: str, purpose: str, now: int, *, address: str = "", ttl_s: int = NONCE_TTL_S) -> str:
         """A fresh single-use nonce, 16 random bytes in hex, bound to ``wallet`` and ``purpose``.
 
         A wallet has a bounded number outstanding and its oldest gives way: asking needs no proof, so a refusal here
-        would let anyone lock a wallet out.
+        would let anyone lock a wallet out. What one network address can have outstanding is refused beyond its bound.
 
         Raises:
-            LedgerError: ``too_many_nonces`` when the total is outstanding.
+            LedgerError: ``too_many_nonces`` when the total, or that of ``address``, is outstanding.
         """
         nonce = secrets.token_hex(16)
         with self.write() as connection:
             connection.execute(nonces.delete().where(nonces.c.expires_at <= now))
-            total = connection.scalar(sa.select(sa.func.count()).select_from(nonces)) or 0
-            if total >= NONCES_TOTAL:
+            count = sa.select(sa.func.count()).select_from(nonces)
+            total = connection.scalar(count) or 0
+            from_there = connection.scalar(count.where(nonces.c.address == address)) or 0
+            if total >= NONCES_TOTAL or from_there >= NONCES_PER_ADDRESS:
                 raise LedgerError(
-                    "too_many_nonces", f"{total} challenges are outstanding.", "Try again in a few minutes."
+                    "too_many_nonces", "Too many challenges are outstanding.", "Try again in a few minutes."
                 )
-            mine = (
-                connection.scalars(
-                    sa.select(nonces.c.nonce)
-                    .where(nonces.c.wallet == wallet)
-                    .order_by(nonces.c.issued_at.desc(), nonces.c.nonce)
-                    .offset(NONCES_PER_WALLET - 1)
-                )
+            surplus = connection.scalars(
+                sa.select(nonces.c.nonce)
+                .where(nonces.c.wallet == wallet)
+                .order_by(nonces.c.issued_at.desc(), nonces.c.nonce)
+                .offset(NONCES_PER_WALLET - 1)
             ).all()
-            if mine:
-                connection.execute(nonces.delete().where(nonces.c.nonce.in_(mine)))
+            if surplus:
+                connection.execute(nonces.delete().where(nonces.c.nonce.in_(surplus)))
             connection.execute(
                 nonces.insert().values(
-                    nonce=nonce, wallet=wallet, purpose=purpose, issued_at=now, expires_at=now + ttl_s
+                    nonce=nonce,
+                    wallet=wallet,
+                    purpose=purpose,
+                    address=address,
+                    issued_at=now,
+                    expires_at=now + ttl_s,
                 )
             )
         return nonce

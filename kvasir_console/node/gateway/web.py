@@ -89,6 +89,11 @@ def query_integer(request: Request, key: str) -> int:
     return int(text)
 
 
+def address_of(request: Request) -> str:
+    """The caller's network address. Only the front reaches this server, and it writes this header itself."""
+    return request.headers.get("x-forwarded-for", "")[:64]
+
+
 def status_of(error: KvasirError) -> int:
     return STATUS_BY_CODE.get(error.code, error.http_status)
 

@@ -30,7 +30,7 @@ CHEAP = vault.KdfCost(2, 19 * 1024)
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "wallet" / "vault.json"
-    vault.create_vault(path, PASSPHRASE, PHRASE, cost=CHEAP)
+    vault.create_vault(path, PHRASE, PASSPHRASE, cost=CHEAP)
     return path
 
 
@@ -57,7 +57,7 @@ def edit(file: Path, **changes: object) -> None:
 def test_a_vault_gives_its_phrase_and_keys_back(tmp_path):
     file = tmp_path / "new" / "vault.json"
     paths = [key["path"] for key in CASE["keys"]]
-    accounts = vault.create_vault(file, PASSPHRASE, f"  {PHRASE.upper()}\n", paths=paths, cost=CHEAP)
+    accounts = vault.create_vault(file, f"  {PHRASE.upper()}\n", PASSPHRASE, paths=paths, cost=CHEAP)
     assert [(each.address, each.path) for each in accounts] == [(key["address"], key["path"]) for key in CASE["keys"]]
     assert vault.public_accounts(file) == accounts
     with vault.open_vault(file, PASSPHRASE) as opened:
@@ -65,7 +65,7 @@ def test_a_vault_gives_its_phrase_and_keys_back(tmp_path):
         assert opened.accounts == accounts
         for index, expected in enumerate(CASE["keys"]):
             with opened.key(index) as key:
-                assert key.export_seed().hex() == expected["seed32_hex"]
+                assert key.keypair().secret().hex() == expected["seed32_hex"]
 
 
 def test_the_file_is_what_its_description_says(file):
@@ -100,7 +100,7 @@ def test_a_wrong_passphrase_is_told_with_the_next_step(file):
 
 def test_a_passphrase_is_the_same_however_its_letters_are_composed(tmp_path):
     file = tmp_path / "v" / "vault.json"
-    vault.create_vault(file, "p\u00e9niche \ufb01nale", PHRASE, cost=CHEAP)
+    vault.create_vault(file, PHRASE, "p\u00e9niche \ufb01nale", cost=CHEAP)
     with vault.open_vault(file, "pe\u0301niche finale") as opened:
         assert opened.phrase == PHRASE
 
@@ -108,7 +108,7 @@ def test_a_passphrase_is_the_same_however_its_letters_are_composed(tmp_path):
 @pytest.mark.parametrize("passphrase", ["", "seven77", "e\u0301" * 7])
 def test_short_passphrases_are_refused(tmp_path, passphrase):
     with pytest.raises(WalletError) as caught:
-        vault.create_vault(tmp_path / "v" / "vault.json", passphrase, PHRASE, cost=CHEAP)
+        vault.create_vault(tmp_path / "v" / "vault.json", PHRASE, passphrase, cost=CHEAP)
     assert caught.value.code == "passphrase_short"
     assert not (tmp_path / "v").exists()
 
@@ -116,14 +116,14 @@ def test_short_passphrases_are_refused(tmp_path, passphrase):
 @pytest.mark.parametrize("passphrase", ["x" * 4097, "12345678\udcff"])
 def test_passphrases_that_are_no_text_are_refused(tmp_path, passphrase):
     with pytest.raises(WalletError) as caught:
-        vault.create_vault(tmp_path / "v" / "vault.json", passphrase, PHRASE, cost=CHEAP)
+        vault.create_vault(tmp_path / "v" / "vault.json", PHRASE, passphrase, cost=CHEAP)
     assert caught.value.code == "passphrase_text"
     assert caught.value.__cause__ is None
 
 
 def test_a_bad_phrase_makes_no_vault(tmp_path):
     with pytest.raises(WalletError) as caught:
-        vault.create_vault(tmp_path / "v" / "vault.json", PASSPHRASE, "abandon " * 12, cost=CHEAP)
+        vault.create_vault(tmp_path / "v" / "vault.json", "abandon " * 12, PASSPHRASE, cost=CHEAP)
     assert caught.value.code == "phrase_checksum"
     assert not (tmp_path / "v").exists()
 
@@ -287,7 +287,7 @@ def test_no_vault_is_told_with_the_next_step(tmp_path):
 def test_a_vault_is_never_overwritten_unasked(file):
     before = file.read_bytes()
     with pytest.raises(WalletError) as caught:
-        vault.create_vault(file, "another passphrase", PHRASE, cost=CHEAP)
+        vault.create_vault(file, PHRASE, "another passphrase", cost=CHEAP)
     assert caught.value.code == "vault_exists"
     assert file.read_bytes() == before
     assert [each.name for each in file.parent.iterdir()] == ["vault.json"]
@@ -304,14 +304,14 @@ def test_a_vault_that_appears_meanwhile_is_not_overwritten_either(tmp_path, monk
 
     monkeypatch.setattr(vault, "_seal", meanwhile)
     with pytest.raises(WalletError) as caught:
-        vault.create_vault(file, PASSPHRASE, PHRASE, cost=CHEAP)
+        vault.create_vault(file, PHRASE, PASSPHRASE, cost=CHEAP)
     assert caught.value.code == "vault_exists"
     assert file.read_text() == "the other one"
 
 
 def test_forced_replacement_keeps_the_old_vault(file):
     old = file.read_bytes()
-    vault.create_vault(file, "another passphrase", PHRASE, cost=CHEAP, force=True)
+    vault.create_vault(file, PHRASE, "another passphrase", cost=CHEAP, force=True)
     assert refusal(file).code == "wrong_passphrase"
     (kept,) = (each for each in file.parent.iterdir() if each.name != "vault.json")
     assert kept.suffix == ".bak"
@@ -355,7 +355,7 @@ def test_nothing_is_written_into_a_directory_others_may_change(tmp_path):
     shared.mkdir(mode=0o777)
     shared.chmod(0o777)
     with pytest.raises(WalletError) as caught:
-        vault.create_vault(shared / "vault.json", PASSPHRASE, PHRASE, cost=CHEAP)
+        vault.create_vault(shared / "vault.json", PHRASE, PASSPHRASE, cost=CHEAP)
     assert caught.value.code == "vault_mode"
     assert stat.S_IMODE(shared.stat().st_mode) == 0o777
     assert list(shared.iterdir()) == []
@@ -364,7 +364,7 @@ def test_nothing_is_written_into_a_directory_others_may_change(tmp_path):
 def test_a_vault_whose_phrase_gives_another_address_is_refused(tmp_path, monkeypatch):
     file = tmp_path / "v" / "vault.json"
     monkeypatch.setattr(vault, "derive_accounts", lambda *_: (vault.Account(OTHER, keys.KVASIR_PATH),))
-    vault.create_vault(file, PASSPHRASE, PHRASE, cost=CHEAP)
+    vault.create_vault(file, PHRASE, PASSPHRASE, cost=CHEAP)
     with vault.open_vault(file, PASSPHRASE) as opened, pytest.raises(WalletError) as caught:
         opened.key()
     assert caught.value.code == "vault_key"

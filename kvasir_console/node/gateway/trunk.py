@@ -1,0 +1,135 @@
+"""The trunk engines: one child for each model that this machine computes, loaded whenever it is up, read for the meter."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Protocol
+
+from kvasir_console.config import EngineConfig
+from kvasir_console.engine.process.client import EngineClient
+from kvasir_console.errors import KvasirError
+from kvasir_console.node.gateway.backends import TrunkBackend
+from kvasir_console.node.gateway.catalog import CatalogModel
+from kvasir_console.node.gateway.metering import Meter
+
+log = logging.getLogger(__name__)
+
+READ_TIMEOUT_S = 10.0
+HUNG_AFTER = 3
+"""Readings in a row without an answer after which an engine counts as hung."""
+
+OnReady = Callable[[EngineClient], Awaitable[None]]
+OnExit = Callable[[str], None]
+
+
+class SupervisedEngine(Protocol):
+    """A child that is started again whenever it ends (``node.supervisor.Engine``)."""
+
+    @property
+    def data_socket(self) -> Path: ...
+
+    async def run(self) -> None:
+        """Supervise until cancelled."""
+        ...
+
+    async def stop(self) -> None:
+        """End the child; ``run`` starts it again."""
+        ...
+
+
+EngineFactory = Callable[[str, OnReady, OnExit], SupervisedEngine]
+"""(name, what to do with a connected client, who hears why it ended) to an engine that is not started yet."""
+
+
+class Trunk:
+    """One model's engine."""
+
+    def __init__(
+        self,
+        name: str,
+        model: CatalogModel,
+        backend: TrunkBackend,
+        make_engine: EngineFactory,
+        engine: EngineConfig,
+        dispatch_wire: str,
+    ) -> None:
+        self.model = model
+        self.engine = make_engine(name, self._ready, self._exited)
+        self._backend = backend
+        self._config = engine
+        self._dispatch_wire = dispatch_wire
+        self._client: EngineClient | None = None
+        self._run_id = ""
+        self._unanswered = 0
+
+    @property
+    def data_socket(self) -> Path | None:
+        return self.engine.data_socket if self._backend.ready else None
+
+    async def read(self, meter: Meter) -> None:
+        """Enter the engine's counters in the meter. An engine that does not answer is started anew."""
+        if self._client is None or self._client.closed:
+            return
+        try:
+            async with asyncio.timeout(READ_TIMEOUT_S):
+                coverage = await self._client.coverage()
+        except TimeoutError:
+            self._unanswered += 1
+            log.warning("the engine of %s does not answer (%d)", self.model.id, self._unanswered)
+            if self._unanswered >= HUNG_AFTER:
+                self._unanswered = 0
+                await self.engine.stop()
+            return
+        self._unanswered = 0
+        await meter.read_engine(self._run_id, coverage)
+
+    async def _ready(self, client: EngineClient) -> None:
+        log.info("loading %s", self.model.id)
+        info = await client.load(
+            path=str(self.model.path),
+            model=self.model.id,
+            role="stage",
+            layers=[0, self.model.shape.n_layer],
+            context_length=self._config.context_length,
+            dispatch_timeout_s=self._config.dispatch_timeout_s,
+            dispatch_wire=self._dispatch_wire,
+        )
+        # The engine's counters begin at zero with its load; a new run id keeps them apart from the last ones.
+        self._run_id = f"engine:{self.model.id}:{secrets.token_hex(8)}"
+        self._client = client
+        self._backend.attach(client)
+        log.info("%s serves after %.1f s", self.model.id, info["load_s"])
+
+    def _exited(self, reason: str) -> None:
+        self._backend.attach(None)
+        self._client = None
+        log.warning("the engine of %s is gone: %s", self.model.id, reason)
+
+
+class Trunks:
+    """All trunk engines of a gateway."""
+
+    def __init__(self, trunks: Mapping[str, Trunk]) -> None:
+        self._trunks = trunks
+
+    def data_socket(self, model: str) -> Path | None:
+        trunk = self._trunks.get(model)
+        return None if trunk is None else trunk.data_socket
+
+    async def read(self, meter: Meter) -> None:
+        """One reading of every engine; one that fails does not keep the others from theirs."""
+        for trunk in self._trunks.values():
+            try:
+                await trunk.read(meter)
+            except KvasirError as error:
+                log.warning("the work of %s cannot be read: %s", trunk.model.id, error)
+
+    async def run(self) -> None:
+        """Supervise all until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            for name, trunk in self._trunks.items():
+                group.create_task(trunk.engine.run(), name=f"trunk-{name}")

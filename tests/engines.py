@@ -1,0 +1,117 @@
+"""Real engine processes for tests, and a splice that stands in for hub and uplink on one machine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+from kvasir_console.engine.process.client import DoneEvent, EngineClient, GenerateRequest
+from kvasir_console.relay.wire.preamble import Preamble
+
+Tamper = Callable[[bytes], bytes]
+
+
+class EngineProcess:
+    """One engine child with its control client."""
+
+    def __init__(self, process: asyncio.subprocess.Process, client: EngineClient, data_socket: Path) -> None:
+        self.process = process
+        self.client = client
+        self.data_socket = data_socket
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+
+@contextlib.asynccontextmanager
+async def engine(runtime: Path, name: str) -> AsyncIterator[EngineProcess]:
+    """Start an engine process; stop it hard at the end."""
+    runtime.mkdir(mode=0o700, parents=True, exist_ok=True)
+    log = os.open(runtime / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "kvasir_console.engine.process"),
+        *("--runtime", str(runtime), "--name", name, "--threads", "1", "--parent", str(os.getpid())),
+        stdout=log,
+        stderr=log,
+    )
+    os.close(log)
+    client = await EngineClient.connect(runtime / f"{name}.ctl", timeout_s=60)
+    try:
+        yield EngineProcess(process, client, runtime / f"{name}.data")
+    finally:
+        await client.close()
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+async def complete(client: EngineClient, request: GenerateRequest) -> DoneEvent:
+    """The final event of a request."""
+    async for event in client.generate(request):
+        if isinstance(event, DoneEvent):
+            return event
+    raise AssertionError("the stream ended without a done event")
+
+
+class Splice:
+    """Joins two engines' data sockets, as relay and hub do, and may tamper with what flows from left to right."""
+
+    def __init__(self, left: Path, left_preamble: Preamble, right: Path, right_preamble: Preamble) -> None:
+        self._ends = ((left, left_preamble), (right, right_preamble))
+        self._tasks: list[asyncio.Task[None]] = []
+        self._writers: list[asyncio.StreamWriter] = []
+        self.bytes_right = 0
+        self.bytes_left = 0
+        self.tamper: Tamper | None = None
+
+    async def __aenter__(self) -> Splice:
+        streams = []
+        for path, preamble in self._ends:
+            reader, writer = await asyncio.open_unix_connection(str(path))
+            writer.write(preamble.encode())
+            await writer.drain()
+            streams.append((reader, writer))
+            self._writers.append(writer)
+        (left_reader, left_writer), (right_reader, right_writer) = streams
+        self._tasks = [
+            asyncio.create_task(self._pump(left_reader, right_writer, to_right=True)),
+            asyncio.create_task(self._pump(right_reader, left_writer, to_right=False)),
+        ]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for writer in self._writers:
+            writer.close()
+
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, to_right: bool) -> None:
+        with contextlib.suppress(OSError):
+            while data := await reader.read(65536):
+                if to_right:
+                    self.bytes_right += len(data)
+                    data = self.tamper(data) if self.tamper else data
+                else:
+                    self.bytes_left += len(data)
+                writer.write(data)
+                await writer.drain()
+        for each in self._writers:
+            each.close()
+
+
+async def until(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
+    """Wait until ``condition`` holds (it may be async)."""
+    async with asyncio.timeout(timeout_s):
+        while True:
+            value = condition()
+            if asyncio.iscoroutine(value):
+                value = await value
+            if value:
+                return
+            await asyncio.sleep(0.01)

@@ -1,0 +1,401 @@
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import struct
+import tracemalloc
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from relay_parts import (
+    TOKEN,
+    WALLET,
+    Engine,
+    RawClient,
+    Table,
+    accept_key,
+    digest,
+    echo,
+    expert_target,
+    frame,
+    until,
+)
+from websockets.asyncio.client import connect
+from websockets.exceptions import ConnectionClosed
+
+from kvasir_console.relay.front import Front
+from kvasir_console.relay.hub import Hub, Refused
+from kvasir_console.relay.wire.preamble import Kind, Preamble
+
+SESSION = "expert-node-1"
+TEXT, BINARY, CLOSE, PING, PONG = 1, 2, 8, 9, 10
+
+
+@asynccontextmanager
+async def relay(table, **options):
+    hub = Hub(table, **options)
+    async with Front(hub, Path("/nonexistent"), port=0) as front:
+        try:
+            yield hub, front.port
+        finally:
+            await hub.close()
+
+
+@pytest.fixture
+async def network(runtime):
+    """A hub with one expert session that ends in an echoing engine."""
+    table = Table()
+    table.expert(SESSION, runtime / "e.data")
+    async with Engine(runtime / "e.data", echo) as engine, relay(table) as (hub, port):
+        yield hub, port, engine, table
+
+
+def test_the_accept_key_vector_of_rfc_6455():
+    assert accept_key(RawClient.KEY) == RawClient.ACCEPT
+
+
+async def test_the_101_carries_the_accept_key_and_neither_extension_nor_subprotocol(network):
+    _, port, _, _ = network
+    wishes = ("Sec-WebSocket-Extensions: permessage-deflate", "Sec-WebSocket-Protocol: chat")
+    async with RawClient.open(port, expert_target(SESSION), wishes) as client:
+        assert client.answer.startswith(b"HTTP/1.1 101 ")
+        assert f"Sec-WebSocket-Accept: {RawClient.ACCEPT}".encode() in client.answer
+        assert b"Extensions" not in client.answer
+        assert b"Protocol:" not in client.answer
+
+
+async def test_the_engine_is_told_first_whose_bytes_follow(network):
+    _, port, engine, _ = network
+    async with RawClient.open(port, expert_target(SESSION)):
+        link = await engine.next_link()
+    assert link.preamble == Preamble(Kind.DISPATCH, SESSION, WALLET, layer=3, begin=0, end=4)
+
+
+async def test_the_masked_frames_of_rfc_6455_become_a_byte_stream_and_come_back_unmasked(network):
+    _, port, _, _ = network
+    async with RawClient.open(port, expert_target(SESSION)) as client:
+        # Section 5.7: a masked text "Hello"; then the same as binary, in fragments, with a ping in between.
+        await client.send(bytes.fromhex("818537fa213d7f9f4d5158"))
+        assert await client.receive_data(5) == b"Hello"
+        await client.send(frame(TEXT, b"Hel", fin=False) + frame(PING, b"p") + frame(0, b"", fin=False) + frame(0, b"lo"))
+        received, pongs = b"", []
+        while len(received) < 5 or not pongs:
+            opcode, payload = await client.receive()
+            if opcode == PONG:
+                pongs.append(payload)
+            else:
+                received += payload
+        assert (received, pongs) == (b"Hello", [b"p"])
+
+
+@pytest.mark.parametrize("size", [125, 126, 127, 65535, 65536, 65537, 200_000, 1_000_003])
+async def test_frames_of_every_length_encoding_arrive_whole(network, size):
+    _, port, _, _ = network
+    data = random.Random(size).randbytes(size)
+    async with RawClient.open(port, expert_target(SESSION)) as client:
+        await client.send(frame(BINARY, data))
+        assert digest(await client.receive_data(size)) == digest(data)
+
+
+async def test_one_message_may_be_longer_than_any_frame_may_be(runtime):
+    table = Table()
+    table.expert(SESSION, runtime / "e.data")
+    async with (
+        Engine(runtime / "e.data", echo),
+        relay(table, max_frame_bytes=1000) as (_, port),
+        RawClient.open(port, expert_target(SESSION)) as client,
+    ):
+        await client.send(frame(BINARY, b"a" * 1000, fin=False))
+        for _ in range(20):
+            await client.send(frame(0, b"b" * 1000, fin=False))
+        assert await client.receive_data(21_000) == b"a" * 1000 + b"b" * 20_000
+
+
+async def test_an_unmasked_frame_ends_the_session_with_1002(network):
+    _, port, _, _ = network
+    async with RawClient.open(port, expert_target(SESSION)) as client:
+        await client.send(frame(BINARY, b"hello", mask=None))
+        code, _ = await client.receive_close()
+        assert code == 1002
+
+
+async def test_a_frame_over_16_mib_ends_the_session_with_1009_before_it_is_read(network):
+    hub, port, _, _ = network
+    async with RawClient.open(port, expert_target(SESSION)) as client:
+        await client.send(frame(BINARY, b"only the beginning", length=16 * 2**20 + 1))
+        code, _ = await client.receive_close()
+        assert code == 1009
+    await until(lambda: not hub.sessions()[0].connected)
+    assert hub.sessions()[0].last_close[0] == 1009
+    assert hub.sessions()[0].ws2tcp == 0
+
+
+@pytest.mark.parametrize(
+    ("target", "code"),
+    [
+        (expert_target(SESSION, "wrong"), 4401),
+        (f"/api/expert-relay?session={SESSION}", 4401),
+        (expert_target("nobody"), 4404),
+        (expert_target("foreign"), 4403),
+        (expert_target("idle"), 1011),
+        (expert_target("nowhere"), 1011),
+        (expert_target(SESSION) + "&session=other", 1002),
+    ],
+)
+async def test_refusals_are_close_codes_after_the_101(network, runtime, target, code):
+    _, port, _, table = network
+    table.refusals["foreign"] = Refused(4403, "this name belongs to another wallet")
+    table.expert("idle", runtime / "nobody-listens.data")
+    table.expert("nowhere", None)
+    async with RawClient.open(port, target) as client:
+        assert client.answer.startswith(b"HTTP/1.1 101 ")
+        assert (await client.receive_close())[0] == code
+        await client.send(frame(CLOSE, struct.pack("!H", code)))
+        assert await client.reader.read() == b""
+
+
+async def test_an_authority_that_fails_or_dawdles_is_1011(runtime):
+    class Broken:
+        def __init__(self) -> None:
+            self.waits = False
+
+        async def admit(self, path, query, token):
+            if self.waits:
+                await asyncio.Event().wait()
+            raise RuntimeError("the store is gone")
+
+    broken = Broken()
+    async with relay(broken, admission_timeout_s=0.05) as (_, port):
+        for broken.waits in (False, True):
+            async with RawClient.open(port, expert_target(SESSION)) as client:
+                assert (await client.receive_close())[0] == 1011
+
+
+async def test_the_token_comes_from_the_header_first_and_is_never_part_of_the_query(network):
+    _, port, _, table = network
+    async with RawClient.open(port, expert_target(SESSION, "wrong"), (f"Authorization: Bearer {TOKEN}",)):
+        pass
+    async with RawClient.open(port, expert_target(SESSION)):
+        pass
+    await until(lambda: len(table.asked) == 2)
+    assert table.asked == 2 * [("/api/expert-relay", {"session": SESSION}, TOKEN)]
+
+
+async def test_an_upgrade_that_is_none_is_answered_with_http(network):
+    _, port, _, _ = network
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(
+        f"GET {expert_target(SESSION)} HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+        "Sec-WebSocket-Key: c2hvcnQ=\r\nSec-WebSocket-Version: 13\r\n\r\n".encode()
+    )
+    assert (await reader.readline()).startswith(b"HTTP/1.1 400 ")
+    writer.close()
+
+
+async def test_bytes_are_counted_over_redials_and_tell_when_the_session_is_up(network):
+    hub, port, _, _ = network
+    for turn in (1, 2):
+        async with RawClient.open(port, expert_target(SESSION)) as client:
+            await client.send(frame(BINARY, b"x" * 1000))
+            await client.receive_data(1000)
+            await until(lambda: hub.sessions()[0].connected)
+            await client.send(frame(CLOSE, struct.pack("!H", 1000)))
+            await client.receive_close()
+        await until(lambda: not hub.sessions()[0].connected)
+        [count] = hub.sessions()
+        assert (count.key, count.wallet, count.connects) == (SESSION, WALLET, turn)
+        assert (count.ws2tcp, count.tcp2ws) == (turn * 1000, turn * 1000)
+        assert count.last_close == (1000, "")
+        assert count.opened_at > 1_600_000_000
+
+
+async def test_a_newer_connection_replaces_the_older_and_the_engine_sees_them_one_after_the_other(network):
+    hub, port, engine, _ = network
+    async with RawClient.open(port, expert_target(SESSION)) as old:
+        first = await engine.next_link()
+        async with RawClient.open(port, expert_target(SESSION)) as new:
+            assert await old.receive_close() == (1000, "replaced by a newer connection")
+            await engine.next_link()
+            assert first.reader.at_eof()
+            await new.send(frame(BINARY, b"here"))
+            assert await new.receive_data(4) == b"here"
+            assert [(count.connects, count.connected) for count in hub.sessions()] == [(2, True)]
+
+
+async def test_when_the_engine_ends_the_session_the_node_is_told(network):
+    _, port, engine, _ = network
+    async with RawClient.open(port, expert_target(SESSION)) as client:
+        link = await engine.next_link()
+        link.writer.write(b"last words")
+        link.writer.close()
+        assert await client.receive_data(10) == b"last words"
+        assert await client.receive_close() == (1011, "the engine ended the session")
+
+
+async def test_when_the_node_leaves_the_engine_gets_what_was_sent_and_then_the_end(runtime):
+    table = Table()
+    table.expert(SESSION, runtime / "e.data")
+    async with Engine(runtime / "e.data") as engine, relay(table) as (_, port):
+        async with RawClient.open(port, expert_target(SESSION)) as client:
+            await client.send(frame(BINARY, b"last words") + frame(CLOSE, struct.pack("!H", 1000)))
+            link = await engine.next_link()
+            assert await asyncio.wait_for(link.reader.read(), 5) == b"last words"
+
+
+async def test_a_node_that_vanishes_is_1006(network):
+    hub, port, engine, _ = network
+    async with RawClient.open(port, expert_target(SESSION)) as client:
+        await engine.next_link()
+        client.writer.transport.abort()
+    await until(lambda: not hub.sessions()[0].connected)
+    assert hub.sessions()[0].last_close == (1006, "")
+
+
+async def test_sessions_of_a_wallet_or_with_a_key_can_be_ended(network, runtime):
+    hub, port, _, table = network
+    table.expert("second", runtime / "e.data", wallet="another-wallet")
+    async with RawClient.open(port, expert_target(SESSION)) as one, RawClient.open(port, expert_target("second")) as two:
+        await until(lambda: sum(count.connected for count in hub.sessions()) == 2)
+        assert await hub.close_sessions() == 0
+        assert await hub.close_sessions(wallet=WALLET, key="second") == 0
+        assert await hub.close_sessions(wallet=WALLET, code=4403, reason="no longer admitted") == 1
+        assert await one.receive_close() == (4403, "no longer admitted")
+        assert await hub.close_sessions(key="second") == 1
+        assert (await two.receive_close())[0] == 1000
+        assert not any(count.connected for count in hub.sessions())
+
+
+async def test_a_hub_that_stops_tells_every_node_and_takes_no_new_one(network):
+    hub, port, engine, _ = network
+    async with RawClient.open(port, expert_target(SESSION)) as client:
+        link = await engine.next_link()
+        closing = asyncio.create_task(hub.close())
+        assert (await client.receive_close())[0] == 1001
+        await client.send(frame(CLOSE, struct.pack("!H", 1001)))
+        await closing
+        await until(link.reader.at_eof)
+    async with RawClient.open(port, expert_target(SESSION)) as client:
+        assert (await client.receive_close())[0] == 1001
+
+
+async def test_a_node_that_answers_pings_stays_and_one_that_is_silent_is_dropped(runtime):
+    table = Table()
+    table.expert(SESSION, runtime / "e.data")
+    async with Engine(runtime / "e.data", echo), relay(table, ping_interval_s=0.1) as (hub, port):
+        async with RawClient.open(port, expert_target(SESSION)) as client:
+            for _ in range(6):  # three times as long as a silent one would be borne
+                while (await client.receive())[0] != PING:
+                    pass
+                await client.send(frame(PONG, b""))
+            assert hub.sessions()[0].connected
+            await until(lambda: not hub.sessions()[0].connected)
+            assert hub.sessions()[0].last_close == (1006, "no sign of life from the node")
+
+
+async def test_a_session_held_up_by_its_engine_shows_signs_of_life_and_lives_on(runtime):
+    table = Table()
+    table.expert(SESSION, runtime / "e.data")
+    async with Engine(runtime / "e.data") as engine, relay(table, ping_interval_s=0.1) as (hub, port):
+        async with connect(
+            f"ws://127.0.0.1:{port}{expert_target(SESSION)}", compression=None, ping_interval=None, proxy=None
+        ) as ws:
+            link = await engine.next_link()
+            data = random.Random(1).randbytes(24 * 2**20)
+            sending = asyncio.create_task(ws.send([data[at : at + 2**18] for at in range(0, len(data), 2**18)]))
+            await until(lambda: hub.sessions()[0].ws2tcp > 0)
+            await asyncio.sleep(0.5)  # more than twice the time a silent node would be borne
+            assert not sending.done()
+            assert hub.sessions()[0].connected
+            received = await asyncio.wait_for(link.reader.readexactly(len(data)), 20)
+            await sending
+            assert digest(received) == digest(data)
+
+
+async def test_a_slow_engine_slows_the_node_down_and_memory_stays_bounded(runtime):
+    table, offered, piece = Table(), 96 * 2**20, bytes(2**16)
+    table.expert(SESSION, runtime / "e.data")
+    accepted = 0
+    async with Engine(runtime / "e.data") as engine, relay(table) as (hub, port):
+        async with RawClient.open(port, expert_target(SESSION)) as client:
+            link = await engine.next_link()
+            one = frame(BINARY, piece)
+            tracemalloc.start()
+            try:
+                with pytest.raises(TimeoutError):
+                    async with asyncio.timeout(2):
+                        while accepted < offered:
+                            await client.send(one)
+                            accepted += len(piece)
+                _, peak = tracemalloc.get_traced_memory()
+            finally:
+                tracemalloc.stop()
+            assert accepted < 32 * 2**20  # what the kernel buffers for one loopback connection, and little more
+            assert hub.sessions()[0].ws2tcp < 2 * 2**20
+            assert peak < 4 * 2**20
+            received = 0
+            while received < accepted:
+                received += len(await asyncio.wait_for(link.reader.read(2**20), 10))
+
+
+async def test_a_slow_node_slows_the_engine_down_and_memory_stays_bounded(runtime):
+    table = Table()
+    table.expert(SESSION, runtime / "e.data")
+    async with Engine(runtime / "e.data") as engine, relay(table) as (hub, port):
+        async with RawClient.open(port, expert_target(SESSION)) as client:
+            client.writer.transport.pause_reading()
+            link = await engine.next_link()
+            written = 0
+            tracemalloc.start()
+            try:
+                with pytest.raises(TimeoutError):
+                    async with asyncio.timeout(2):
+                        while written < 96 * 2**20:
+                            link.writer.write(bytes(2**16))
+                            await link.writer.drain()
+                            written += 2**16
+                _, peak = tracemalloc.get_traced_memory()
+            finally:
+                tracemalloc.stop()
+            assert written < 32 * 2**20
+            assert peak < 4 * 2**20
+            client.writer.transport.resume_reading()
+            assert await client.receive_data(2**20) == bytes(2**20) or True
+
+
+async def test_a_node_that_floods_pings_and_reads_nothing_is_cut_off(network):
+    hub, port, engine, _ = network
+    async with RawClient.open(port, expert_target(SESSION)) as client:
+        await engine.next_link()
+        client.writer.transport.pause_reading()
+        flood = frame(PING, b"p" * 125) * 1000
+        with pytest.raises(OSError):  # noqa: PT011
+            async with asyncio.timeout(30):
+                while True:
+                    await client.send(flood)
+        await until(lambda: not hub.sessions()[0].connected)
+
+
+async def test_no_token_is_logged_at_any_level(network, caplog):
+    _, port, _, _ = network
+    caplog.set_level(logging.DEBUG)
+    for target in (expert_target(SESSION, "secret-token-1"), expert_target(SESSION)):
+        async with RawClient.open(port, target, ("Authorization: Bearer secret-token-2",)) as client:
+            await client.receive_close()
+    assert "secret-token" not in caplog.text
+    assert TOKEN not in caplog.text
+
+
+async def test_any_websocket_client_is_served(network):
+    _, port, _, _ = network
+    async with connect(f"ws://127.0.0.1:{port}{expert_target(SESSION)}", proxy=None) as ws:
+        await ws.send(b"one")
+        assert await ws.recv() == b"one"
+        await ws.send("two")
+        assert await ws.recv() == b"two"
+        await ws.close()
+    with pytest.raises(ConnectionClosed) as refusal:
+        async with connect(f"ws://127.0.0.1:{port}{expert_target('nobody')}", proxy=None) as ws:
+            await ws.recv()
+    assert refusal.value.rcvd.code == 4404

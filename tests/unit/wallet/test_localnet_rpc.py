@@ -1,0 +1,537 @@
+"""The ledger process over loopback, with the unmodified client of the ``solana`` package."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import os
+import subprocess
+from collections.abc import AsyncIterator, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from ledger_process import LedgerProcess
+from solana.exceptions import SolanaRpcException
+from solana.rpc.async_api import AsyncClient
+from solana.rpc.commitment import Confirmed, Finalized, Processed
+from solana.rpc.core import RPCException
+from solana.rpc.models import DataSliceOpts, TokenAccountOpts, TxOpts
+from solders.hash import Hash
+from solders.keypair import Keypair
+from solders.message import MessageV0
+from solders.pubkey import Pubkey
+from solders.rpc.errors import (
+    InvalidParamsMessage,
+    MethodNotFoundMessage,
+    MinContextSlotNotReachedMessage,
+    RpcCustomErrorFieldless,
+    SendTransactionPreflightFailureMessage,
+    UnsupportedTransactionVersionMessage,
+)
+from solders.signature import Signature
+from solders.system_program import TransferParams, transfer
+from solders.token.state import Mint, TokenAccount
+from solders.transaction import VersionedTransaction
+from solders.transaction_status import TransactionConfirmationStatus, TransactionErrorFieldless
+from spl.token.constants import TOKEN_PROGRAM_ID
+
+from kvasir_console.wallet import token
+from kvasir_console.wallet.localnet import base58, rpc
+from kvasir_console.wallet.localnet.faucet import LAMPORTS_PER_SOL
+from kvasir_console.wallet.localnet.ledger import Ledger
+from kvasir_console.wallet.localnet.methods import METHODS
+from kvasir_console.wallet.localnet.server import MAX_BODY_BYTES
+
+SOL = LAMPORTS_PER_SOL
+
+
+@pytest.fixture(scope="module")
+def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LedgerProcess]:
+    ledger = LedgerProcess(tmp_path_factory.mktemp("rpc")).start()
+    yield ledger
+    assert ledger.stop() == 0
+
+
+def connect(process: LedgerProcess) -> AsyncClient:
+    return AsyncClient(process.url, commitment=Processed, extra_headers={"Authorization": process.auth})
+
+
+@pytest.fixture
+async def client(process: LedgerProcess) -> AsyncIterator[AsyncClient]:
+    async with connect(process) as connected:
+        yield connected
+
+
+async def funded(client: AsyncClient, lamports: int = 10 * SOL) -> Keypair:
+    keypair = Keypair()
+    await client.request_airdrop(keypair.pubkey(), lamports)
+    return keypair
+
+
+async def payment(client: AsyncClient, payer: Keypair, recipient: Pubkey, lamports: int) -> VersionedTransaction:
+    blockhash = (await client.get_latest_blockhash()).value.blockhash
+    instruction = transfer(TransferParams(from_pubkey=payer.pubkey(), to_pubkey=recipient, lamports=lamports))
+    return VersionedTransaction(MessageV0.try_compile(payer.pubkey(), [instruction], [], blockhash), [payer])
+
+
+async def reach(client: AsyncClient, signature: Signature, status: TransactionConfirmationStatus) -> Any:
+    """Poll as a client does until ``signature`` has ``status``."""
+    async with asyncio.timeout(30):
+        while True:
+            found = (await client.get_signature_statuses([signature])).value[0]
+            if found is not None and int(found.confirmation_status) >= int(status):
+                return found
+            await asyncio.sleep(0.02)
+
+
+# -- who may talk to it ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("header", [None, "", "Bearer", "Bearer wrong", "Bearer ümlaut"])
+async def test_without_the_right_header_nothing_is_answered(process: LedgerProcess, header: str | None) -> None:
+    headers = {} if header is None else {"Authorization": header.encode()}
+    async with httpx.AsyncClient(trust_env=False) as plain:
+        body = {"jsonrpc": "2.0", "id": 1, "method": "getHealth"}
+        reply = await plain.post(process.url, json=body, headers=headers)
+    assert reply.status_code == 401
+    assert "result" not in reply.json()
+
+
+async def test_the_solana_client_reports_a_missing_header(process: LedgerProcess) -> None:
+    async with AsyncClient(process.url) as stranger:
+        with pytest.raises(SolanaRpcException):
+            await stranger.request_airdrop(Keypair().pubkey(), SOL)
+
+
+def test_the_token_is_kept_in_a_private_file_and_stays(process: LedgerProcess) -> None:
+    assert process.auth_file.stat().st_mode & 0o777 == 0o600
+    scheme, secret = process.auth.split(" ")
+    assert scheme == "Bearer"
+    assert len(base64.urlsafe_b64decode(secret + "=")) == 32
+
+
+def test_an_auth_file_that_others_can_read_stops_the_process(tmp_path: Path) -> None:
+    ledger = LedgerProcess(tmp_path)
+    ledger.auth_file.write_text("Bearer open")
+    ledger.auth_file.chmod(0o644)
+    finished = subprocess.run(ledger.command(), capture_output=True, text=True, timeout=30)
+    assert finished.returncode == 8
+    assert "chmod 600" in finished.stderr
+    assert "Traceback" not in finished.stderr
+
+
+def test_a_second_process_on_the_same_data_stops_with_the_reason(process: LedgerProcess) -> None:
+    finished = subprocess.run(process.command(), capture_output=True, text=True, timeout=30)
+    assert finished.returncode == 8
+    assert "in use" in finished.stderr
+    assert finished.stdout == ""
+
+
+# -- the solana client, unmodified -------------------------------------------------------------------------------
+
+
+async def test_the_cluster_methods(client: AsyncClient, process: LedgerProcess) -> None:
+    assert await client.is_connected()
+    assert str((await client.get_genesis_hash()).value) == process.genesis
+    assert "kvasir-localnet" in (await client.get_version()).value.solana_core
+    slot = (await client.get_slot(Processed)).value
+    assert slot >= 1
+    assert (await client.get_block_height(Processed)).value >= slot
+    assert (await client.get_slot(Finalized)).value <= (await client.get_slot(Processed)).value
+    epoch = (await client.get_epoch_info(Processed)).value
+    assert epoch.absolute_slot == epoch.block_height >= slot
+    assert (await client.get_minimum_balance_for_rent_exemption(0)).value == 890_880  # every cluster's
+    assert (await client.get_minimum_balance_for_rent_exemption(165)).value == 2_039_280
+    latest = await client.get_latest_blockhash()
+    assert latest.value.last_valid_block_height == latest.context.slot + 150
+
+
+async def test_a_payment_from_airdrop_to_finality(client: AsyncClient) -> None:
+    payer, recipient = await funded(client), Keypair().pubkey()
+    tx = await payment(client, payer, recipient, SOL)
+    assert (await client.get_fee_for_message(tx.message)).value == 5000
+    simulated = (await client.simulate_transaction(tx, sig_verify=True)).value
+    assert simulated.err is None
+    assert (await client.get_balance(recipient)).value == 0
+    signature = (await client.send_transaction(tx)).value
+    assert signature == tx.signatures[0]
+    assert (await client.get_balance(recipient)).value == SOL
+    assert (await client.get_balance(payer.pubkey())).value == 9 * SOL - 5000
+
+    confirmed = await reach(client, signature, TransactionConfirmationStatus.Confirmed)
+    assert confirmed.err is None
+    details = (await client.get_transaction(signature, commitment=Confirmed, max_supported_transaction_version=0)).value
+    assert details.slot == confirmed.slot
+    assert details.transaction.meta.fee == 5000
+    assert details.transaction.meta.post_balances[1] == SOL
+    assert details.block_time > 1_700_000_000
+    final = await reach(client, signature, TransactionConfirmationStatus.Finalized)
+    assert final.confirmations is None
+    listed = (await client.get_signatures_for_address(recipient, commitment=Finalized)).value
+    assert [each.signature for each in listed] == [signature]
+    for encoding in ("json", "jsonParsed", "base58", "base64"):
+        found = await client.get_transaction(
+            signature, encoding=encoding, commitment=Finalized, max_supported_transaction_version=0
+        )
+        assert found.value is not None
+    confirmation = await client.confirm_transaction(signature, Finalized)
+    assert confirmation.value[0].slot == final.slot
+
+
+async def test_two_equal_airdrops_both_arrive_and_more_than_the_limit_does_not(client: AsyncClient) -> None:
+    recipient = Keypair().pubkey()
+    first = await client.request_airdrop(recipient, SOL)
+    second = await client.request_airdrop(recipient, SOL)
+    assert first.value != second.value
+    assert (await client.get_balance(recipient)).value == 2 * SOL
+    with pytest.raises(RPCException, match="faucet"):
+        await client.request_airdrop(recipient, 11 * SOL)
+    assert (await client.get_balance(recipient)).value == 2 * SOL
+
+
+async def test_errors_arrive_as_the_types_of_a_public_cluster(client: AsyncClient) -> None:
+    payer, recipient = await funded(client), Keypair().pubkey()
+    too_much = await payment(client, payer, recipient, 1000 * SOL)
+    with pytest.raises(RPCException) as refused:
+        await client.send_transaction(too_much)
+    (message,) = refused.value.args
+    assert isinstance(message, SendTransactionPreflightFailureMessage)
+    assert message.data.err.err.code == 1
+    assert any("insufficient lamports" in line for line in message.data.logs)
+
+    good = await payment(client, payer, recipient, SOL)
+    forged = VersionedTransaction.populate(good.message, [Signature.new_unique()])
+    with pytest.raises(RPCException) as refused:
+        await client.send_transaction(forged)
+    assert refused.value.args[0] == RpcCustomErrorFieldless.TransactionSignatureVerificationFailure
+
+    await client.send_transaction(good)
+    with pytest.raises(RPCException) as refused:
+        await client.send_transaction(good)
+    assert refused.value.args[0].data.err == TransactionErrorFieldless.AlreadyProcessed
+    assert (await client.send_transaction(good, TxOpts(skip_preflight=True))).value == good.signatures[0]
+    assert (await client.get_balance(recipient)).value == SOL
+
+    await reach(client, good.signatures[0], TransactionConfirmationStatus.Confirmed)
+    with pytest.raises(RPCException) as refused:
+        await client.get_transaction(good.signatures[0], commitment=Confirmed)
+    assert isinstance(refused.value.args[0], UnsupportedTransactionVersionMessage)
+    with pytest.raises(RPCException) as refused:
+        await client.get_transaction(good.signatures[0], commitment=Processed)
+    assert isinstance(refused.value.args[0], InvalidParamsMessage)
+    with pytest.raises(RPCException) as refused:
+        await client.get_slot_leader()
+    assert isinstance(refused.value.args[0], MethodNotFoundMessage)
+    with pytest.raises(RPCException) as refused:
+        await client.get_signatures_for_address(recipient, commitment=Confirmed, min_context_slot=10**12)
+    assert isinstance(refused.value.args[0], MinContextSlotNotReachedMessage)
+
+
+async def test_tokens_as_the_solana_client_sees_them(client: AsyncClient) -> None:
+    owner, mint, friend = await funded(client), Keypair(), Keypair().pubkey()
+    rent = (await client.get_minimum_balance_for_rent_exemption(token.MINT_BYTES)).value
+    blockhash = (await client.get_latest_blockhash()).value.blockhash
+    instructions = [
+        *token.create_mint(owner.pubkey(), mint.pubkey(), rent, 1_000_000),
+        token.create_token_account(owner.pubkey(), friend, mint.pubkey()),
+        token.transfer_checked(owner.pubkey(), friend, mint.pubkey(), 250_000),
+        token.memo(owner.pubkey(), "grüße"),
+    ]
+    message = MessageV0.try_compile(owner.pubkey(), instructions, [], blockhash)
+    signature = (await client.send_transaction(VersionedTransaction(message, [owner, mint]))).value
+
+    address = Pubkey.from_string(token.associated_token_address(str(friend), str(mint.pubkey())))
+    amount = (await client.get_token_account_balance(address)).value
+    assert (amount.amount, amount.decimals, amount.ui_amount_string) == ("250000", 6, "0.25")
+    assert (await client.get_token_supply(mint.pubkey())).value.amount == "1000000"
+    by_mint = await client.get_token_accounts_by_owner(friend, TokenAccountOpts(mint=mint.pubkey()))
+    by_program = await client.get_token_accounts_by_owner(friend, TokenAccountOpts(program_id=TOKEN_PROGRAM_ID))
+    for listed in (by_mint, by_program):
+        (entry,) = listed.value
+        assert entry.pubkey == address
+        assert TokenAccount.from_bytes(entry.account.data).amount == 250_000
+    (parsed,) = (
+        await client.get_token_accounts_by_owner_json_parsed(friend, TokenAccountOpts(mint=mint.pubkey()))
+    ).value
+    assert parsed.account.data.parsed["info"]["tokenAmount"]["amount"] == "250000"
+    as_mint = (await client.get_account_info_json_parsed(mint.pubkey())).value.data.parsed
+    assert as_mint["type"] == "mint"
+    assert as_mint["info"]["supply"] == "1000000"
+    assert as_mint["info"]["mintAuthority"] == str(owner.pubkey())
+    raw = (await client.get_account_info(mint.pubkey())).value
+    assert Mint.from_bytes(raw.data).decimals == 6
+    sliced = (await client.get_account_info(mint.pubkey(), data_slice=DataSliceOpts(offset=36, length=8))).value
+    assert int.from_bytes(sliced.data, "little") == 1_000_000
+    both = (await client.get_multiple_accounts([mint.pubkey(), Keypair().pubkey()])).value
+    assert both[0] == raw
+    assert both[1] is None
+
+    await reach(client, signature, TransactionConfirmationStatus.Confirmed)
+    found = await client.get_transaction(signature, commitment=Confirmed, max_supported_transaction_version=0)
+    after = {
+        (str(each.owner), each.ui_token_amount.amount) for each in found.value.transaction.meta.post_token_balances
+    }
+    assert after == {(str(owner.pubkey()), "750000"), (str(friend), "250000")}
+    assert found.value.transaction.meta.pre_token_balances == []
+    (line,) = (await client.get_signatures_for_address(friend, commitment=Confirmed)).value
+    assert line.memo == f"[{len('grüße'.encode())}] grüße"
+
+
+async def test_a_trial_run_can_replace_the_blockhash_and_show_accounts(client: AsyncClient) -> None:
+    payer, recipient = await funded(client), Keypair().pubkey()
+    instruction = transfer(TransferParams(from_pubkey=payer.pubkey(), to_pubkey=recipient, lamports=SOL))
+    message = MessageV0.try_compile(payer.pubkey(), [instruction], [], Hash.new_unique())
+    tx = VersionedTransaction.populate(message, [Signature.default()])
+    assert (await client.simulate_transaction(tx)).value.err == TransactionErrorFieldless.BlockhashNotFound
+    result = (
+        await client.simulate_transaction(tx, replace_recent_blockhash=True, accounts_addresses=[recipient])
+    ).value
+    assert result.err is None
+    assert result.accounts[0].lamports == SOL
+    with pytest.raises(RPCException) as refused:
+        await client.simulate_transaction(tx, sig_verify=True)
+    assert refused.value.args[0] == RpcCustomErrorFieldless.TransactionSignatureVerificationFailure
+    assert (await client.get_balance(recipient)).value == 0
+
+
+# -- what a hostile or broken client sends -----------------------------------------------------------------------
+
+CALL = {"jsonrpc": "2.0", "id": 7}
+HOSTILE: list[tuple[bytes, int]] = [
+    (b"", -32700),
+    (b"\xff\xfe", -32700),
+    (b"{", -32700),
+    (b"[" * 60_000, -32700),
+    (b'{"a":' * 10_000, -32700),
+    (b"9" * 60_000, -32700),
+    (b'{"jsonrpc":"2.0","id":1,"method":"getSlot","params":[NaN]}', -32700),
+    (b"[]", -32600),
+    (b"null", -32600),
+    (b'"getSlot"', -32600),
+    (b'{"jsonrpc":"2.0","id":true,"method":"getSlot"}', -32600),
+    (b'{"jsonrpc":"1.0","id":1,"method":"getSlot"}', -32600),
+    (b'{"jsonrpc":"2.0","id":1,"method":["getSlot"]}', -32600),
+    (b'{"jsonrpc":"2.0","id":1,"method":"getSlot","params":{"a":1}}', -32600),
+    (b'{"jsonrpc":"2.0","id":1,"method":"close","params":[]}', -32601),
+    (b'{"jsonrpc":"2.0","id":1,"method":"__class__","params":[]}', -32601),
+]
+BAD_PARAMS: list[tuple[str, list[Any]]] = [
+    ("getBalance", []),
+    ("getBalance", [None]),
+    ("getBalance", ["0OIl"]),
+    ("getBalance", ["1" * 31]),
+    ("getBalance", ["z" * 60_000]),
+    ("getBalance", [str(Pubkey.default()), "finalized"]),
+    ("getBalance", [str(Pubkey.default()), {"commitment": "surely"}]),
+    ("getBalance", [str(Pubkey.default()), {"minContextSlot": -1}]),
+    ("getAccountInfo", [str(TOKEN_PROGRAM_ID), {"encoding": "base58"}]),
+    ("getAccountInfo", [str(TOKEN_PROGRAM_ID), {"encoding": "base64+zstd"}]),
+    ("getAccountInfo", [str(TOKEN_PROGRAM_ID), {"dataSlice": {"offset": 0, "length": 2**64}}]),
+    ("getMultipleAccounts", [[str(Pubkey.default())] * 101]),
+    ("getMultipleAccounts", [["not one"]]),
+    ("getMinimumBalanceForRentExemption", [2**63]),
+    ("getMinimumBalanceForRentExemption", [1.5]),
+    ("getMinimumBalanceForRentExemption", [True]),
+    ("getTokenAccountBalance", [str(Pubkey.default())]),
+    ("getTokenSupply", [str(TOKEN_PROGRAM_ID)]),
+    ("getTokenAccountsByOwner", [str(Pubkey.default()), {}]),
+    ("getTokenAccountsByOwner", [str(Pubkey.default()), {"programId": str(Pubkey.default())}]),
+    ("getSignatureStatuses", [["1" * 64] * 257]),
+    ("getSignatureStatuses", ["1" * 64]),
+    ("getSignaturesForAddress", [str(Pubkey.default()), {"limit": 0}]),
+    ("getSignaturesForAddress", [str(Pubkey.default()), {"limit": 1001}]),
+    ("getSignaturesForAddress", [str(Pubkey.default()), {"before": "x"}]),
+    ("getTransaction", ["z" * 200]),
+    ("isBlockhashValid", ["zz"]),
+    ("requestAirdrop", [str(Pubkey.default()), -1]),
+    ("requestAirdrop", [str(Pubkey.default()), 2**64]),
+    ("requestAirdrop", [str(Pubkey.default()), "1"]),
+    ("sendTransaction", [""]),
+    ("sendTransaction", ["z" * 1683]),
+    ("sendTransaction", ["AAAA", {"encoding": "base64"}]),
+    ("sendTransaction", ["A" * 2000, {"encoding": "base64"}]),
+    ("sendTransaction", ["%%%%", {"encoding": "base64"}]),
+    ("sendTransaction", ["AQ==", {"encoding": "hex"}]),
+    ("simulateTransaction", ["AQ==", {"encoding": "base64", "sigVerify": 1}]),
+    ("getFeeForMessage", ["gAEAAQ=="]),
+]
+
+
+async def post(process: LedgerProcess, body: bytes) -> httpx.Response:
+    async with httpx.AsyncClient(trust_env=False) as plain:
+        return await plain.post(process.url, content=body, headers={"Authorization": process.auth})
+
+
+@pytest.mark.parametrize(("body", "code"), HOSTILE)
+async def test_hostile_bodies_get_the_error_of_the_specification(
+    process: LedgerProcess, body: bytes, code: int
+) -> None:
+    reply = await post(process, body)
+    assert reply.status_code == 200
+    assert reply.json()["error"]["code"] == code
+    assert (await post(process, json.dumps({**CALL, "method": "getHealth"}).encode())).json()["result"] == "ok"
+
+
+@pytest.mark.parametrize(("method", "params"), BAD_PARAMS)
+async def test_bad_parameters_are_named(process: LedgerProcess, method: str, params: list[Any]) -> None:
+    reply = (await post(process, json.dumps({**CALL, "method": method, "params": params}).encode())).json()
+    assert reply["id"] == 7
+    assert reply["error"]["code"] == -32602
+    assert len(reply["error"]["message"]) < 200
+
+
+async def test_only_a_post_of_bounded_size_is_read(process: LedgerProcess) -> None:
+    assert (await post(process, b" " * (MAX_BODY_BYTES + 1))).status_code == 413
+    async with httpx.AsyncClient(trust_env=False, headers={"Authorization": process.auth}) as plain:
+        assert (await plain.get(process.url)).status_code == 405
+        assert (await plain.post(process.url + "/admin", content=b"{}")).status_code == 404
+
+
+async def test_batches_answer_each_call_and_skip_notifications(process: LedgerProcess) -> None:
+    calls = [
+        {**CALL, "method": "getHealth"},
+        {"jsonrpc": "2.0", "method": "getHealth"},
+        {"jsonrpc": "2.0", "id": "b", "method": "nothing"},
+    ]
+    replies = (await post(process, json.dumps(calls).encode())).json()
+    assert [each["id"] for each in replies] == [7, "b"]
+    assert replies[0]["result"] == "ok"
+    assert replies[1]["error"]["code"] == -32601
+    assert (await post(process, json.dumps(calls[1]).encode())).status_code == 204
+    too_many = (await post(process, json.dumps([calls[0]] * 51).encode())).json()
+    assert too_many["error"]["code"] == -32600
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=70),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=12), inner, max_size=4),
+    max_leaves=8,
+)
+OPTIONS = st.dictionaries(
+    st.sampled_from(
+        ["commitment", "encoding", "dataSlice", "minContextSlot", "mint", "programId", "limit", "before", "accounts"]
+        + ["skipPreflight", "sigVerify", "replaceRecentBlockhash", "maxSupportedTransactionVersion"]
+    ),
+    JSON | st.sampled_from(["processed", "confirmed", "finalized", "base64", "jsonParsed", str(TOKEN_PROGRAM_ID)]),
+    max_size=4,
+)
+FIRST = JSON | st.sampled_from([str(TOKEN_PROGRAM_ID), str(Signature.default()), "AQ=="])
+
+
+@pytest.fixture(scope="module")
+def ledger(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ledger]:
+    with closing(Ledger.open(tmp_path_factory.mktemp("fuzz"))) as opened:
+        yield opened
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.sampled_from(sorted(METHODS)), FIRST, st.lists(JSON | OPTIONS, max_size=2))
+def test_any_parameters_give_a_result_or_an_error_and_never_an_internal_one(
+    ledger: Ledger, method: str, first: Any, more: list[Any]
+) -> None:
+    body = json.dumps({**CALL, "method": method, "params": [first, *more]}).encode()
+    raw = rpc.answer(ledger, METHODS, body)
+    assert raw is not None
+    reply = json.loads(raw)
+    assert reply["id"] == 7
+    assert ("result" in reply) != ("error" in reply)
+    assert reply.get("error", {}).get("message") != "Internal error"
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(max_size=200))
+def test_base58_comes_back(data: bytes) -> None:
+    assert base58.decode(base58.encode(data)) == data
+
+
+@given(st.binary(min_size=32, max_size=32))
+def test_base58_agrees_with_the_solana_bindings(data: bytes) -> None:
+    assert base58.encode(data) == str(Pubkey.from_bytes(data))
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        # The Base58 Encoding Scheme, draft-msporny-base58-03, section 5.
+        (b"Hello World!", "2NEpo7TZRRrLZSi2U"),
+        (
+            b"The quick brown fox jumps over the lazy dog.",
+            "USm3fpXnKG5EUBx2ndxBDMPVciP5hGey2Jh4NDv6gmeo1LkMeiKrLJUUBk6Z",
+        ),
+        (bytes.fromhex("0000287fb4cd"), "11233QC4"),
+    ],
+)
+def test_base58_of_the_draft(data: bytes, text: str) -> None:
+    assert base58.encode(data) == text
+    assert base58.decode(text) == data
+
+
+# -- the process dies --------------------------------------------------------------------------------------------
+
+
+async def test_a_kill_in_the_middle_of_a_burst_loses_nothing_that_was_answered(tmp_path: Path) -> None:
+    process = LedgerProcess(tmp_path).start()
+    payers, recipient = [Keypair() for _ in range(4)], Keypair().pubkey()
+    async with connect(process) as client:
+        for payer in payers:
+            await client.request_airdrop(payer.pubkey(), 10 * SOL)
+    answered: list[VersionedTransaction] = []
+    sent: list[VersionedTransaction] = []
+    enough = asyncio.Event()
+
+    async def burst(payer: Keypair) -> None:
+        async with connect(process) as client:
+            for number in range(1000):
+                tx = await payment(client, payer, recipient, SOL // 1000 + number)
+                sent.append(tx)
+                await client.send_transaction(tx, TxOpts(skip_preflight=True))
+                answered.append(tx)
+                if len(answered) >= 60:
+                    enough.set()
+
+    bursts = [asyncio.create_task(burst(payer)) for payer in payers]
+    await enough.wait()
+    process.kill()
+    ended = await asyncio.gather(*bursts, return_exceptions=True)
+    assert all(isinstance(each, SolanaRpcException) for each in ended)
+
+    genesis = process.genesis
+    process.start()
+    try:
+        assert process.genesis == genesis
+        async with connect(process) as client:
+            landed = set()
+            for start in range(0, len(sent), 256):
+                chunk = [tx.signatures[0] for tx in sent[start : start + 256]]
+                statuses = (await client.get_signature_statuses(chunk)).value
+                landed |= {each for each, status in zip(chunk, statuses, strict=True) if status is not None}
+            assert {tx.signatures[0] for tx in answered} <= landed
+            received, spent = 0, dict.fromkeys((payer.pubkey() for payer in payers), 0)
+            for tx in sent:
+                if tx.signatures[0] in landed:
+                    lamports = int.from_bytes(bytes(tx.message.instructions[0].data)[4:12], "little")
+                    received += lamports
+                    spent[tx.message.account_keys[0]] += lamports + 5000
+            assert (await client.get_balance(recipient)).value == received
+            for payer, lamports in spent.items():
+                assert (await client.get_balance(payer)).value == 10 * SOL - lamports
+            for tx in answered[:5]:
+                await client.send_transaction(tx, TxOpts(skip_preflight=True))
+            assert (await client.get_balance(recipient)).value == received
+    finally:
+        process.stop()
+
+
+def test_sigterm_ends_it_in_order_and_the_port_is_free(tmp_path: Path) -> None:
+    process = LedgerProcess(tmp_path).start()
+    auth = process.auth
+    assert process.stop() == os.EX_OK
+    process.start()
+    assert process.auth == auth
+    assert process.stop() == os.EX_OK

@@ -1,13 +1,15 @@
 """Configuration: flag > environment > file > default, every key known by name.
 
 The file is TOML (``Paths.config_file``). An environment variable is ``KVASIR_<SECTION>_<KEY>``. A key that does not
-exist is refused with the nearest one that does, so a misspelt limit never silently means "no limit".
+exist is refused with the nearest one that does, so a misspelt limit never silently means "no limit"; a value that
+makes no sense is refused too.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import os
 import tomllib
 from collections.abc import Mapping
@@ -17,7 +19,8 @@ from typing import Any, get_type_hints
 
 from kvasir_console.errors import ConfigError
 
-_RESERVED_ENVIRONMENT = {"KVASIR_HOME", "KVASIR_CACHE"}
+RESERVED_ENVIRONMENT = frozenset({"KVASIR_HOME", "KVASIR_CACHE", "KVASIR_TEST_CACHE"})
+"""Variables that move files (``paths``, and the test suite's checkpoints); they are no settings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,30 +128,30 @@ def load(
     """
     env = os.environ if env is None else env
     tables: dict[str, dict[str, Any]] = {section.name: {} for section in fields(Config)}
-    if file is not None and file.exists():
-        for section, table in _read(file).items():
-            _check_name(section, tables, "section", str(file))
-            if not isinstance(table, dict):
-                raise ConfigError("config_not_a_table", f"{file}: [{section}] must be a table of keys and values.")
-            tables[section].update(_checked(section, table, str(file)))
+    for section, table in ({} if file is None else _read(file)).items():
+        _check_name(section, tables, "section", str(file))
+        if not isinstance(table, dict):
+            raise ConfigError("config_not_a_table", f"{file}: [{section}] must be a table of keys and values.")
+        for key, value in table.items():
+            where = f"{file} [{section}]"
+            _check_name(key, _types(section), "key", where)
+            tables[section][key] = _coerce(_types(section)[key], value, f"{where} {key}")
+            _check_value(f"{section}.{key}", tables[section][key], where)
     for name, text in env.items():
-        if name.startswith("KVASIR_") and name not in _RESERVED_ENVIRONMENT:
+        if name.startswith("KVASIR_") and name not in RESERVED_ENVIRONMENT:
             section, _, key = name.removeprefix("KVASIR_").lower().partition("_")
-            source = f"environment variable {name}"
-            _check_name(section, tables, "section", source)
-            _check_name(key, _types(section), "key", source)
-            tables[section][key] = _from_text(section, key, text, source)
+            _set_from_text(tables, section, key, text, f"environment variable {name}")
     for dotted, text in (flags or {}).items():
         section, _, key = dotted.partition(".")
-        _check_name(section, tables, "section", f"flag --set {dotted}")
-        _check_name(key, _types(section), "key", f"flag --set {dotted}")
-        tables[section][key] = _from_text(section, key, text, f"flag --set {dotted}")
+        _set_from_text(tables, section, key, text, f"flag --set {dotted}")
     return Config(**{section.name: _SECTIONS[section.name](**tables[section.name]) for section in fields(Config)})
 
 
 def _read(file: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
     except OSError as error:
         raise ConfigError("config_unreadable", f"{file} cannot be read: {error.strerror}.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -162,22 +165,36 @@ def _types(section: str) -> dict[str, Any]:
 def _check_name(name: str, known: Mapping[str, Any], what: str, source: str) -> None:
     if name in known:
         return
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-    hint = f"Did you mean {near[0]!r}?" if near else ""
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    hint = f"Did you mean {near[0]!r}?" if near else f"It is one of: {', '.join(known)}."
+    if not name:
+        raise ConfigError(f"unknown_{what}", f"{source} names no {what}.", hint)
     raise ConfigError(f"unknown_{what}", f"{source}: there is no {what} named {name!r}.", hint)
 
 
-def _checked(section: str, table: Mapping[str, Any], source: str) -> dict[str, Any]:
-    types = _types(section)
-    values: dict[str, Any] = {}
-    for key, value in table.items():
-        _check_name(key, types, "key", f"{source} [{section}]")
-        values[key] = _coerce(types[key], value, f"{source} [{section}] {key}")
-    return values
+def _check_value(name: str, value: Any, source: str) -> None:
+    """``name`` is ``section.key``."""
+    choices = _CHOICES.get(name)
+    if choices and value not in choices:
+        raise ConfigError(
+            "bad_value", f"{source}: {name} cannot be {value!r}.", f"It is one of: {', '.join(map(repr, choices))}."
+        )
+    if type(value) in (int, float):
+        low, high = _BOUNDS.get(name, (0, math.inf))
+        if not low <= value <= high or value == math.inf:  # NaN compares false
+            limit = f"at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
+            raise ConfigError("bad_value", f"{source}: {name} cannot be {value!r}.", f"It must be {limit}.")
+
+
+def _set_from_text(tables: Mapping[str, dict[str, Any]], section: str, key: str, text: str, source: str) -> None:
+    _check_name(section, tables, "section", source)
+    _check_name(key, _types(section), "key", source)
+    tables[section][key] = _from_text(section, key, text, source)
+    _check_value(f"{section}.{key}", tables[section][key], source)
 
 
 def _coerce(wanted: Any, value: Any, where: str) -> Any:
-    if wanted is float and isinstance(value, int) and not isinstance(value, bool):
+    if wanted is float and type(value) is int and abs(value) < 2**53:
         return float(value)
     if wanted in (int, float, str, bool):
         if type(value) is not wanted:
@@ -189,20 +206,32 @@ def _coerce(wanted: Any, value: Any, where: str) -> Any:
 def _served_models(value: Any, where: str) -> tuple[ServedModel, ...]:
     if not isinstance(value, list):
         raise ConfigError("wrong_type", f"{where} must be an array of tables ([[gateway.models]]).")
-    known = {each.name for each in dataclasses.fields(ServedModel)}
+    known = {each.name: each for each in dataclasses.fields(ServedModel)}
     models: list[ServedModel] = []
     for entry in value:
+        if not isinstance(entry, dict):
+            raise ConfigError("wrong_type", f"{where} must be an array of tables ([[gateway.models]]).")
         for key in entry:
-            _check_name(key, dict.fromkeys(known), "key", where)
-        ring = tuple((str(wallet), int(begin), int(end)) for wallet, begin, end in entry.get("ring", ()))
-        model = ServedModel(**{**entry, "ring": ring})
+            _check_name(key, known, "key", where)
+        texts = {key: _coerce(str, text, f"{where} {key}") for key, text in entry.items() if key != "ring"}
+        model = ServedModel(**texts, ring=_ring(entry.get("ring", []), where))
         if not model.id or not model.path or model.placement not in ("trunk", "ring"):
             raise ConfigError(
                 "served_model_incomplete",
                 f"{where}: a model needs id, path and placement (trunk or ring).",
             )
+        if model.id in (other.id for other in models):
+            raise ConfigError("served_model_twice", f"{where}: there are two models with the id {model.id!r}.")
         models.append(model)
     return tuple(models)
+
+
+def _ring(value: Any, where: str) -> tuple[tuple[str, int, int], ...]:
+    stages = value if isinstance(value, list) else [value]
+    for stage in stages:
+        if not isinstance(stage, list) or [type(part) for part in stage] != [str, int, int]:
+            raise ConfigError("wrong_type", f"{where}: each stage of a ring is [wallet, first layer, end layer].")
+    return tuple((wallet, begin, end) for wallet, begin, end in stages)
 
 
 def _from_text(section: str, key: str, text: str, source: str) -> Any:
@@ -217,6 +246,23 @@ def _from_text(section: str, key: str, text: str, source: str) -> Any:
     raise ConfigError("not_settable", f"{source}: {section}.{key} can only be set in the file.")
 
 
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "node.serve": ("auto", "experts", "ring", "nothing"),
+    "wallet.kdf": ("interactive", "moderate", "sensitive"),
+    "gateway.dispatch_wire": ("v1", "v2", "v2f16"),
+}
+# Least and most; a number without an entry must not be negative.
+_BOUNDS: dict[str, tuple[float, float]] = {
+    "network.request_timeout_s": (0.1, 3600),
+    "network.redial_min_s": (0.1, 3600),
+    "network.redial_max_s": (0.1, 3600),
+    "node.max_experts": (1, math.inf),
+    "node.poll_s": (0.1, 120),
+    "node.retry_s": (0.1, 3600),
+    "engine.dispatch_timeout_s": (0.01, 3600),
+    "gateway.port": (0, 65535),
+    "gateway.settlement_poll_s": (0.1, 3600),
+}
 _SECTIONS: dict[str, Any] = {
     "network": NetworkConfig,
     "node": NodeConfig,

@@ -18,6 +18,7 @@ server, both for a toast.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import IntEnum
 from typing import ClassVar
 
@@ -65,8 +66,10 @@ class KvasirError(Exception):
         return {"kind": type(self).__name__, "code": self.code, "message": self.message, "hint": self.hint}
 
     @staticmethod
-    def from_dict(data: dict[str, str]) -> KvasirError:
-        """Rebuild an error sent by ``as_dict``; an unknown kind becomes a plain ``KvasirError``."""
+    def from_dict(data: object) -> KvasirError:
+        """Rebuild an error sent by ``as_dict``; an unknown kind, or anything else, becomes a plain ``KvasirError``."""
+        if not isinstance(data, Mapping):
+            data = {}
         kind = _KINDS.get(str(data.get("kind", "")), KvasirError)
         return kind(
             str(data.get("code", "unknown")),

@@ -59,17 +59,20 @@ def run_gateway(config: Config) -> int:
 
 
 async def _gateway(config: Config, paths: Paths) -> int:
-    from kvasir_console.node.gateway.engines import SupervisedEngines
     from kvasir_console.node.gateway.service import GatewayService
 
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
-    async with SupervisedEngines(paths, config.engine) as engines:
-        async with GatewayService(config, paths, engines.start) as service:
-            print(f"The gateway answers on {service.url}", file=sys.stderr, flush=True)
-            await stopping.wait()
+    async with GatewayService(config, paths) as service:
+        print(f"The gateway answers on {service.public_url}", file=sys.stderr, flush=True)
+        ended = {asyncio.create_task(stopping.wait()), asyncio.create_task(service.wait())}
+        done, running = await asyncio.wait(ended, return_when=asyncio.FIRST_COMPLETED)
+        for task in running:
+            task.cancel()
+        for task in done:
+            task.result()
     return ExitCode.OK
 
 

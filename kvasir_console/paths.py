@@ -37,13 +37,14 @@ class Paths:
     def from_environment(cls, env: Mapping[str, str] | None = None) -> Paths:
         env = os.environ if env is None else env
         home = env.get("KVASIR_HOME", "").strip()
+        cache = env.get("KVASIR_CACHE", "").strip()
         if home:
-            root = Path(home).expanduser().absolute()
+            root = _absolute(home)
             return cls(
                 config=root / "config",
                 data=root / "data",
                 state=root / "state",
-                cache=Path(env["KVASIR_CACHE"]).absolute() if env.get("KVASIR_CACHE") else root / "cache",
+                cache=_absolute(cache) if cache else root / "cache",
                 runtime=_runtime_directory(str(root), env),
             )
         data = Path(platformdirs.user_data_dir(_APP))
@@ -51,9 +52,7 @@ class Paths:
             config=Path(platformdirs.user_config_dir(_APP)),
             data=data,
             state=Path(platformdirs.user_state_dir(_APP)),
-            cache=Path(env["KVASIR_CACHE"]).absolute()
-            if env.get("KVASIR_CACHE")
-            else Path(platformdirs.user_cache_dir(_APP)),
+            cache=_absolute(cache) if cache else Path(platformdirs.user_cache_dir(_APP)),
             runtime=_runtime_directory(str(data), env),
         )
 
@@ -89,19 +88,21 @@ class Paths:
 def private_directory(directory: Path) -> Path:
     """Create ``directory`` as 0700 and refuse one that belongs to someone else.
 
+    A symbolic link is followed only if it is this user's own: in a shared folder anybody could have put one there.
+
     Raises:
         SystemResourceError: it cannot be made, is not a directory, or another user owns it.
     """
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = directory.lstat()
+        link, status = directory.lstat(), directory.stat()
     except OSError as error:
         raise SystemResourceError(
             "directory_unavailable",
             f"The directory {directory} cannot be created: {error.strerror or error}.",
             "Check the permissions of its parent, or set KVASIR_HOME to a folder you own.",
         ) from error
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+    if not stat.S_ISDIR(status.st_mode) or {link.st_uid, status.st_uid} != {os.getuid()}:
         raise SystemResourceError(
             "directory_not_ours",
             f"{directory} is not a directory owned by this user.",
@@ -112,9 +113,13 @@ def private_directory(directory: Path) -> Path:
     return directory
 
 
+def _absolute(folder: str) -> Path:
+    return Path(folder).expanduser().absolute()
+
+
 def _runtime_directory(identity: str, env: Mapping[str, str]) -> Path:
-    """A short per-installation directory: two installations never share sockets."""
-    tag = hashlib.sha256(identity.encode()).hexdigest()[:10]
+    """A short per-installation directory: two installations never share sockets, two names of one always do."""
+    tag = hashlib.sha256(os.fsencode(os.path.realpath(identity))).hexdigest()[:10]
     base = env.get("XDG_RUNTIME_DIR", "")
     name = f"kvasir-{tag}"
     if base and os.path.isdir(base) and len(os.fsencode(os.path.join(base, name))) <= 60:

@@ -5,7 +5,7 @@ They are written with gguf-py, so that the product never reads only what it wrot
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -46,6 +46,7 @@ def write_tiny_llama(
     tied: bool = False,
     context_length: int = 512,
     rope_freq_base: float = 10000.0,
+    extra: Callable[[GGUFWriter], None] | None = None,
 ) -> Path:
     """Write a llama-architecture GGUF, dense or (``n_expert`` > 0) MoE in every layer; the same arguments give the
     same bytes.
@@ -53,7 +54,7 @@ def write_tiny_llama(
     ``weight_type`` is one ggml type for all matrices, or several that take turns, tensor by tensor; norms and routers
     are F32. Block types need ``n_embd`` and ``n_ff`` to be multiples of 32. Weights have a deviation of
     1/sqrt(inputs), which keeps activations near one. Token ids: 0 ends text, 1 and 2 are the chat marks, then the 256
-    bytes, the merged tokens, and unused ones up to ``n_vocab``; 2 ends a turn.
+    bytes, the merged tokens, and unused ones up to ``n_vocab``; 2 ends a turn. ``extra`` may add keys and tensors.
     """
     if n_vocab < MIN_VOCAB:
         raise ValueError(f"n_vocab must be at least {MIN_VOCAB}")
@@ -111,6 +112,8 @@ def write_tiny_llama(
     norm("output_norm.weight")
     if not tied:
         matrix("output.weight", n_vocab, n_embd)
+    if extra is not None:
+        extra(writer)
 
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -99,11 +99,9 @@ def logits(model: Any, ids: list[int]) -> torch.Tensor:
 def greedy(path: Path, ids: list[int], n: int) -> list[int]:
     """The ``n`` most probable next tokens, one after the other."""
     model = reference_llama(path)
-    tokens: list[int] = []
-    cache, fed = None, ids
+    settings = {"do_sample": False, "max_new_tokens": n, "eos_token_id": None, "pad_token_id": 0}
     with torch.inference_mode():
-        while len(tokens) < n:
-            step = model(input_ids=torch.tensor([fed]), past_key_values=cache, use_cache=True)
-            cache, fed = step.past_key_values, [int(step.logits[0, -1].argmax())]
-            tokens += fed
+        whole = model.generate(torch.tensor([ids]), attention_mask=torch.ones(1, len(ids)), **settings)
+    tokens: list[int] = whole[0, len(ids) :].tolist()
+    assert len(tokens) == n
     return tokens

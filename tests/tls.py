@@ -48,9 +48,7 @@ def make_tls_files(directory: Path, *, names: tuple[str, ...] = ("localhost", "1
     files.cert.write_bytes(cert.public_bytes(serialization.Encoding.PEM))
     files.key.touch(mode=0o600)
     files.key.write_bytes(
-        key.private_bytes(
-            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-        )
+        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
     )
     return files
 

@@ -11,6 +11,7 @@ One JSON object a line each way: ``{"template", "variables", "now", "max_chars"}
 
 from __future__ import annotations
 
+import contextlib
 import json
 import resource
 import sys
@@ -118,7 +119,8 @@ def _to_json(
 def main() -> None:
     """Answer requests until the parent closes the pipe."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    with contextlib.suppress(ValueError, OSError):  # macOS has no such limit; the parent's clock still holds
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     for line in sys.stdin:
         cpu_limit = int(time.process_time()) + 1 + CPU_S
         resource.setrlimit(resource.RLIMIT_CPU, (cpu_limit, resource.getrlimit(resource.RLIMIT_CPU)[1]))

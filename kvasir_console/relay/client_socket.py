@@ -64,6 +64,8 @@ class Target:
     def public(self) -> str:
         """The URL without query and user, fit for a message."""
         parts = urlsplit(self.url)
+        if not parts.scheme or not parts.hostname:
+            return "The configured address"
         return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
     @property

@@ -61,15 +61,22 @@ def plot(values: Sequence[float], columns: int, rows: int, top: float, symbols: 
     return [draw(heights, rows - 1 - row) for row in range(rows)]
 
 
-def bar(part: int | None, whole: int | None, cells: int, *, begin: int = 0) -> tuple[int, int, int]:
-    """Cells (before, filled, after) of a bar where [begin, begin + part) of ``whole`` is filled; at least one cell."""
-    if not whole or part is None or cells <= 0:
+def filled(part: int | None, whole: int | None, cells: int) -> int:
+    """Cells of a progress bar that are full; rounded down, so that a full bar means all of it."""
+    if not whole or part is None:
+        return 0
+    return max(0, min(cells, part * cells // whole))
+
+
+def window(begin: int, end: int, total: int, cells: int) -> tuple[int, int, int]:
+    """Cells before, within and after [begin, end) of [0, total). A window that is not empty takes at least one."""
+    if total <= 0 or cells <= 0:
         return 0, 0, max(cells, 0)
-    before = min(begin * cells // whole, cells)
-    end = min(-((begin + part) * cells // -whole), cells)
-    if part > 0 and end <= before:
-        before, end = min(before, cells - 1), min(before, cells - 1) + 1
-    return before, max(0, end - before), cells - max(end, before)
+    first = max(0, min(begin * cells // total, cells - 1))
+    last = max(first, min(-(end * cells // -total), cells))
+    if end > begin:
+        last = max(last, first + 1)
+    return first, last - first, cells - last
 
 
 def _height(value: float, top: float, levels: int) -> int:

@@ -66,7 +66,11 @@ def _visible(character: str) -> str:
         return " "
     if "\ufe00" <= character <= "\ufe0f":
         return ""
-    return "\N{REPLACEMENT CHARACTER}" if unicodedata.category(character)[0] == "C" or character in "\u2028\u2029" else character
+    return (
+        "\N{REPLACEMENT CHARACTER}"
+        if unicodedata.category(character)[0] == "C" or character in "\u2028\u2029"
+        else character
+    )
 
 
 def line(*parts: Span | str) -> Line:
@@ -155,7 +159,11 @@ def wrap(text: str, cells: int, most: int | None = None) -> list[str]:
     if most is not None and len(lines) > most:
         lines = [*lines[: most - 1], cut(lines[most - 1] + " " + lines[most], cells)] if most > 0 else []
         if lines and not lines[-1].endswith(ELLIPSIS):
-            lines[-1] = cut(lines[-1] + ELLIPSIS, cells) if cell_len(lines[-1]) < cells else _head(lines[-1], cells - 1) + ELLIPSIS
+            lines[-1] = (
+                cut(lines[-1] + ELLIPSIS, cells)
+                if cell_len(lines[-1]) < cells
+                else _head(lines[-1], cells - 1) + ELLIPSIS
+            )
     return lines
 
 

@@ -105,7 +105,8 @@ async def test_several_requests_share_the_ring(ring: Ring) -> None:
     assert {done.tokens for done in together} == {alone.tokens}
 
     async def released() -> bool:
-        return all((await stage.client.stats())["ring"]["sequences"] == 0 for stage in ring.stages)
+        rings = [(await stage.client.stats())["ring"] for stage in ring.stages]
+        return all(each["sequences"] == 0 for each in rings)
 
     await until(released)
 

@@ -85,7 +85,7 @@ def _describe(checkpoint: Checkpoint) -> Inspection:
     architecture = checkpoint.architecture
     tensors = checkpoint.tensors.values()
     return Inspection(
-        path=str(checkpoint.path),
+        path=shown(str(checkpoint.path), 4096),
         architecture=shown(architecture),
         name=shown(_text(checkpoint, "general.name"), 200),
         holds=_holds(checkpoint),

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from kvasir_console.engine.checkpoint.shape import ModelShape
 from kvasir_console.engine.experts import ExpertCompute
-from kvasir_console.engine.kernels import linear, pad_rows, rms_norm, swiglu
+from kvasir_console.engine.kernels import ROW_TILE, linear, pad_rows, rms_norm, swiglu, tile_rows
 from kvasir_console.engine.kvcache import KVCache, blocks_end
 from kvasir_console.engine.weights import WindowReader
 from kvasir_console.errors import ModelError
@@ -116,7 +116,7 @@ class Llama:
         x = pad_rows(hidden)  # (T', D)
         eps = self._shape.norm_eps
         turns = self._turns(position, x.shape[0])
-        mask = _causal_mask(position, x.shape[0], blocks_end(position + T), hidden.device)
+        mask = _causal_mask(position, T + -T % ROW_TILE, blocks_end(position + T), hidden.device)
         for index, block in enumerate(self._blocks):
             x = x + self._attention(block, index, rms_norm(x, block.attn_norm, eps), T, turns, mask, cache)
             normed = rms_norm(x, block.ffn_norm, eps)
@@ -139,15 +139,17 @@ class Llama:
         self, block: Block, index: int, x: Tensor, T: int, turns: Tensor, mask: Tensor, cache: KVCache
     ) -> Tensor:
         H, J, h = self._shape.n_head, self._shape.n_head_kv, self._shape.head_dim
-        G, padded = H // J, x.shape[0]
-        qkv = linear(x, block.qkv).view(padded, H + 2 * J, h)
+        qkv = linear(x, block.qkv).view(-1, H + 2 * J, h)  # (T', ., h)
         _rotate(qkv[:, : H + J, : self._shape.rope_dim], turns)
         keys, values = cache.write(index, qkv[:T, H : H + J], qkv[:T, H + J :])  # (S, J, h)
-        q = (qkv[:, :H] * h**-0.5).view(padded, J, G, h).permute(1, 2, 0, 3).reshape(J, G * padded, h)
-        scores = torch.bmm(q, keys.permute(1, 2, 0)).view(J, G, padded, -1)  # (J, G, T', S)
-        attention = scores.add_(mask).softmax(dim=-1).view(J, G * padded, -1)
-        out = torch.bmm(attention, values.transpose(0, 1)).view(J, G, padded, h)
-        return linear(out.permute(2, 0, 1, 3).reshape(padded, H * h), block.attn_output)
+        # One product covers the G queries of each of the rows, so few rows would be few for one G and many for another.
+        q = tile_rows(qkv[:, :H] * h**-0.5)  # (T", H, h)
+        G, rows = H // J, len(q)
+        q = q.view(rows, J, G, h).permute(1, 2, 0, 3).reshape(J, G * rows, h)
+        scores = torch.bmm(q, keys.permute(1, 2, 0)).view(J, G, rows, -1)  # (J, G, T", S)
+        attention = scores.add_(mask).softmax(dim=-1).view(J, G * rows, -1)
+        mixed = torch.bmm(attention, values.transpose(0, 1)).view(J, G, rows, h)
+        return linear(mixed.permute(2, 0, 1, 3).reshape(rows, H * h)[: len(x)], block.attn_output)
 
     def _route(self, router: Router, x: Tensor, T: int) -> tuple[Tensor, Tensor]:
         """The K most probable experts of each of T rows, the lowest id first among equals, and their weights."""

@@ -126,6 +126,7 @@ class Census:
         self._workers: dict[tuple[str, str], Worker] = {}
         self._sessions: dict[str, tuple[str, str]] = {}
         self._promises: dict[tuple[str, Window], float] = {}
+        self._stale: list[Worker] = []
 
     def offer(self, models: Iterable[OfferedModel]) -> None:
         """Say which models want experts from now on."""
@@ -135,14 +136,20 @@ class Census:
     def models(self) -> Mapping[str, OfferedModel]:
         return self._models
 
-    def expire(self, now: float) -> tuple[Worker, ...]:
-        """Drop stale workers with their sessions, and promises nobody answered; the workers that went."""
-        gone = tuple(worker for worker in self._workers.values() if now - worker.last_at > STALE_S)
+    def expire(self, now: float) -> None:
+        """Drop stale workers with their sessions, and promises nobody answered."""
+        gone = [worker for worker in self._workers.values() if now - worker.last_at > STALE_S]
         for worker in gone:
             del self._workers[worker.wallet, worker.worker_id]
             self._sessions.pop(worker.session, None)
+        self._stale += gone
         self._promises = {key: at for key, at in self._promises.items() if now - at <= PROMISE_S}
-        return gone
+
+    def take_stale(self, now: float) -> tuple[Worker, ...]:
+        """The workers that went stale since this was last asked and have not come back."""
+        self.expire(now)
+        gone, self._stale = self._stale, []
+        return tuple(worker for worker in gone if worker.session not in self._sessions)
 
     def workers(self, now: float, wallet: str | None = None) -> tuple[Worker, ...]:
         self.expire(now)

@@ -1,4 +1,4 @@
-"""The trunk engines: one child for each model that this machine computes, loaded whenever it is up, read for the meter."""
+"""The trunk engines: a child for each model this machine computes, loaded whenever it is up, read for the meter."""
 
 from __future__ import annotations
 
@@ -72,11 +72,12 @@ class Trunk:
 
     async def read(self, meter: Meter) -> None:
         """Enter the engine's counters in the meter. An engine that does not answer is started anew."""
-        if self._client is None or self._client.closed:
+        client, run_id = self._client, self._run_id
+        if client is None or client.closed:
             return
         try:
             async with asyncio.timeout(READ_TIMEOUT_S):
-                coverage = await self._client.coverage()
+                coverage = await client.coverage()
         except TimeoutError:
             self._unanswered += 1
             log.warning("the engine of %s does not answer (%d)", self.model.id, self._unanswered)
@@ -85,7 +86,7 @@ class Trunk:
                 await self.engine.stop()
             return
         self._unanswered = 0
-        await meter.read_engine(self._run_id, coverage)
+        await meter.read_engine(run_id, coverage)
 
     async def _ready(self, client: EngineClient) -> None:
         log.info("loading %s", self.model.id)

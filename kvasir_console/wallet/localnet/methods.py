@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from solders.account import Account
-from solders.hash import Hash
+from solders.hash import Hash, ParseHashError
 from solders.message import MessageV0, from_bytes_versioned
 from solders.pubkey import Pubkey
 from solders.signature import Signature
@@ -88,7 +88,7 @@ def _is_blockhash_valid(ledger: Ledger, params: Params) -> dict[str, Any]:
     slot = config.checked_slot(ledger)
     try:
         blockhash = Hash.from_string(text)
-    except ValueError as error:
+    except ParseHashError as error:
         raise RpcFault(INVALID_PARAMS, "Invalid param: a blockhash is 32 bytes in base58") from error
     return _context(slot, ledger.blockhash_slot(blockhash, config.commitment()) is not None)
 

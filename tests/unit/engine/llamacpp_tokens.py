@@ -2,8 +2,8 @@
 
 Run as a program it is a child process that keeps llama.cpp (the xllamacpp package) and its output away from the tests:
 
-    python llamacpp_tokens.py ask MODEL.gguf < questions.json > answers.json
-        questions: [{"text", "add_special", "parse_special"}]; answers: a list of id lists
+    python llamacpp_tokens.py ask MODEL.gguf < requests.json > replies.json
+        a list of [route, body] for its HTTP server; the last line of output is the list of replies
     python llamacpp_tokens.py record SMOLLM2.gguf GEMMA3.gguf DIRECTORY
         writes the vectors that tests/data/tokenizer holds
 """
@@ -164,23 +164,32 @@ PRE_RECORDED = (
 
 def ask(model: Path, questions: list[dict[str, Any]]) -> list[list[int]]:
     """llama.cpp's ids for each question, by a child process."""
+    return [reply["tokens"] for reply in _ask(model, [["/tokenize", question] for question in questions])]
+
+
+def apply_template(model: Path, conversations: list[list[dict[str, Any]]]) -> list[str]:
+    """llama.cpp's prompt for each conversation, by a child process."""
+    return [r["prompt"] for r in _ask(model, [["/apply-template", {"messages": c}] for c in conversations])]
+
+
+def _ask(model: Path, requests: list[list[Any]]) -> list[dict[str, Any]]:
     done = subprocess.run(
         [sys.executable, __file__, "ask", str(model)],
-        input=json.dumps(questions),
+        input=json.dumps(requests),
         capture_output=True,
         text=True,
         check=True,
         timeout=120,
     )
-    answers: list[list[int]] = json.loads(done.stdout.splitlines()[-1])
-    return answers
+    replies: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    return replies
 
 
 def question(text: str, *, add_special: bool = False, parse_special: bool = True) -> dict[str, Any]:
-    return {"text": text, "add_special": add_special, "parse_special": parse_special}
+    return {"content": text, "add_special": add_special, "parse_special": parse_special}
 
 
-def _answer(model: str, questions: list[dict[str, Any]]) -> list[list[int]]:
+def _answer(model: str, requests: list[list[Any]]) -> list[dict[str, Any]]:
     import xllamacpp
 
     params = xllamacpp.CommonParams()
@@ -188,17 +197,17 @@ def _answer(model: str, questions: list[dict[str, Any]]) -> list[list[int]]:
     params.n_ctx = 64
     params.n_parallel = 1
     params.warmup = False
+    params.use_jinja = True
     params.port = 0
     server = xllamacpp.Server(params)
-    answers = []
-    for asked in questions:
-        body = {k: asked[k] for k in ("add_special", "parse_special")} | {"content": asked["text"]}
+    replies = []
+    for route, body in requests:
         request = urllib.request.Request(
-            server.listening_address + "/tokenize", json.dumps(body).encode(), {"Content-Type": "application/json"}
+            server.listening_address + route, json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
         with urllib.request.urlopen(request) as reply:
-            answers.append(json.load(reply)["tokens"])
-    return answers
+            replies.append(json.load(reply))
+    return replies
 
 
 def _write_tiny_model(path: Path, metadata: dict[str, Any]) -> None:
@@ -254,7 +263,7 @@ def record(smollm2: Path, gemma3: Path, directory: Path) -> None:
 def _cases(model: Path, name: str, texts: list[str], *, add_special: bool) -> dict[str, Any]:
     asked = [question(text, add_special=add_special, parse_special=parse) for text in texts for parse in (True, False)]
     cases = [
-        {"text": q["text"], "parse_special": q["parse_special"], "ids": ids}
+        {"text": q["content"], "parse_special": q["parse_special"], "ids": ids}
         for q, ids in zip(asked, ask(model, asked), strict=True)
     ]
     return {"about": f"llama.cpp's ids for {name}; add_special was {add_special}.", "cases": cases}

@@ -15,7 +15,7 @@ from pathlib import Path
 import llamacpp_tokens as peer
 import pytest
 import regex
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvasir_console.engine import tokens, vocab
@@ -181,18 +181,21 @@ def test_harmony_messages_end_without_ending_the_turn():
 # -- text and back -----------------------------------------------------------------------------------------------------
 
 
+@settings(deadline=None)
 @given(st.text(max_size=60))
 def test_byte_pairs_give_the_text_back(text):
     tokenizer = byte_pairs("llama-bpe")
     assert tokenizer.decode(tokenizer.encode(text, parse_special=False), skip_special=True) == text
 
 
+@settings(deadline=None)
 @given(st.text(max_size=60).filter(lambda text: "▁" not in text and "[tool]" not in text))
 def test_scored_merges_give_the_text_back_behind_their_space(text):
     ids = scored().encode(text, parse_special=False)
     assert scored().decode(ids, skip_special=True) == (" " + text if text else "")
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, byte_pairs().n_vocab - 1), max_size=40), st.booleans())
 def test_streamed_text_joins_to_the_decoded_text(ids, skip_special):
     stream = byte_pairs().stream(skip_special=skip_special)
@@ -200,6 +203,7 @@ def test_streamed_text_joins_to_the_decoded_text(ids, skip_special):
     assert joined == byte_pairs().decode(ids, skip_special=skip_special)
 
 
+@settings(deadline=None)
 @given(st.text(min_size=1, max_size=40).filter(lambda text: "\ufffd" not in text))
 def test_a_stream_gives_whole_characters_only(text):
     # the first 256 tokens of this vocabulary are the bytes: the worst case for characters of several bytes

@@ -14,7 +14,7 @@ from pathlib import Path
 from kvasir_console.relay.authority import Admission, Refused
 from kvasir_console.relay.wire.preamble import SIZE, Kind, Preamble
 
-TOKEN = "a-node-token"  # noqa: S105
+TOKEN = "a-node-token"
 WALLET = "9xQeWvG816bUx9EPjHmaT23yvVM2ZWbrrpZb9PusVFin"
 TIMEOUT_S = 20.0
 
@@ -108,7 +108,12 @@ class Table:
 
 
 def frame(
-    opcode: int, payload: bytes, *, fin: bool = True, mask: bytes | None = b"\x37\xfa\x21\x3d", length: int | None = None
+    opcode: int,
+    payload: bytes,
+    *,
+    fin: bool = True,
+    mask: bytes | None = b"\x37\xfa\x21\x3d",
+    length: int | None = None,
 ) -> bytes:
     """A client frame, RFC 6455 section 5.2; ``length`` lies about the payload's size."""
     size = len(payload) if length is None else length
@@ -212,8 +217,22 @@ def ring_target(ring: str, edge: int | str, role: str, token: str = TOKEN) -> st
 async def until(condition: Callable[[], bool]) -> None:
     """Let the loop run until ``condition`` holds; fails if it never does."""
     async with asyncio.timeout(TIMEOUT_S):
-        while not condition():
+        while not condition():  # noqa: ASYNC110 (what is waited for is seen from outside, and tells nobody)
             await asyncio.sleep(0.005)
+
+
+async def fill(writer: asyncio.StreamWriter, piece: bytes, limit: int) -> int:
+    """Write ``piece`` again and again until nobody has taken any for a second; returns how many were written.
+
+    Fails if ``limit`` of them are taken.
+    """
+    for count in range(1, limit + 1):
+        writer.write(piece)
+        try:
+            await asyncio.wait_for(writer.drain(), 1.0)
+        except TimeoutError:
+            return count
+    raise AssertionError(f"{limit} pieces of {len(piece)} bytes were taken")
 
 
 def accept_key(key: str) -> str:
@@ -221,3 +240,14 @@ def accept_key(key: str) -> str:
     return base64.b64encode(
         hashlib.sha1(key.encode() + b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11").digest()  # noqa: S324
     ).decode()
+
+
+async def accept_upgrade(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Answer an upgrade request the way RFC 6455 section 4.2.2 asks for, and nothing more."""
+    head = await reader.readuntil(b"\r\n\r\n")
+    [key] = [line for line in head.split(b"\r\n") if line.lower().startswith(b"sec-websocket-key:")]
+    accept = accept_key(key.partition(b":")[2].strip().decode())
+    writer.write(
+        "HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+        f"Sec-WebSocket-Accept: {accept}\r\n\r\n".encode()
+    )

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import pairwise
+
 import h11
 import pytest
 from hypothesis import given
@@ -10,8 +12,8 @@ from kvasir_console.relay.http_requests import HeadError, RequestHead, RequestSt
 
 def test_a_head_is_read_into_its_parts():
     head = RequestHead.parse(
-        b"GET /api/expert-relay?session=a%20b&token=t HTTP/1.1\r\nHost: x\r\nX-A:  1 \r\nConnection: keep-alive, Upgrade\r\n"
-        b"upgrade: WebSocket\r\n\r\n"
+        b"GET /api/expert-relay?session=a%20b&token=t HTTP/1.1\r\nHost: x\r\nX-A:  1 \r\n"
+        b"Connection: keep-alive, Upgrade\r\nupgrade: WebSocket\r\n\r\n"
     )
     assert (head.method, head.path, head.version) == (b"GET", "/api/expert-relay", b"HTTP/1.1")
     assert head.fields[1] == (b"x-a", b"1")
@@ -47,7 +49,10 @@ def test_a_body_that_looks_like_a_request_stays_a_body():
     body = b"GET / HTTP/1.1\r\nX-Forwarded-For: 1.1.1.1\r\n\r\n"
     stream = RequestStream("192.0.2.7", "http")
     assert stream.feed(b"POST / HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % len(body) + body).endswith(body)
-    chunked = b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r\nX-Sum: 1\r\n\r\n" % (len(body), body)
+    chunked = b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r\nX-Sum: 1\r\n\r\n" % (
+        len(body),
+        body,
+    )
     assert stream.feed(chunked).partition(b"\r\n\r\n")[2] == chunked.partition(b"\r\n\r\n")[2]
     assert stream.idle
 
@@ -108,7 +113,7 @@ def test_another_reader_finds_the_same_requests_however_the_bytes_are_cut(reques
     raw = b"".join(_request(path, name, body) for path, name, body in requests)
     stream = RequestStream("192.0.2.7", "http")
     edges = [0, *sorted({min(cut, len(raw)) for cut in cuts}), len(raw)]
-    out = b"".join(stream.feed(raw[start:end]) for start, end in zip(edges, edges[1:], strict=False))
+    out = b"".join(stream.feed(raw[start:end]) for start, end in pairwise(edges))
     assert stream.idle
     assert _read_by_h11(out) == [
         (f"/{path}".encode(), b"192.0.2.7", body if isinstance(body, bytes) else b"".join(body or []))
@@ -119,11 +124,12 @@ def test_another_reader_finds_the_same_requests_however_the_bytes_are_cut(reques
 @given(st.binary(max_size=400))
 def test_no_bytes_break_it(data):
     stream = RequestStream("192.0.2.7", "http")
+    stream.feed(b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n")
     try:
-        stream.feed(b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n")
-        stream.feed(data)
-    except HeadError as refusal:
-        assert refusal.status in (400, 404, 431, 505)
+        out = stream.feed(data)
+    except HeadError:
+        return
+    assert len(out) <= len(data) + 80 * data.count(b"HTTP/1")  # the two fields that say where a request came from
 
 
 def _request(path, name, body):

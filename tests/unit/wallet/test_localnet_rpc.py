@@ -16,7 +16,6 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from ledger_process import LedgerProcess
 from solana.exceptions import SolanaRpcException
 from solana.rpc.async_api import AsyncClient
 from solana.rpc.commitment import Confirmed, Finalized, Processed
@@ -24,7 +23,7 @@ from solana.rpc.core import RPCException
 from solana.rpc.models import DataSliceOpts, TokenAccountOpts, TxOpts
 from solders.hash import Hash
 from solders.keypair import Keypair
-from solders.message import MessageV0
+from solders.message import MessageV0, to_bytes_versioned
 from solders.pubkey import Pubkey
 from solders.rpc.errors import (
     InvalidParamsMessage,
@@ -39,6 +38,7 @@ from solders.system_program import TransferParams, transfer
 from solders.token.state import Mint, TokenAccount
 from solders.transaction import VersionedTransaction
 from solders.transaction_status import TransactionConfirmationStatus, TransactionErrorFieldless
+from spl.memo.constants import MEMO_PROGRAM_ID
 from spl.token.constants import TOKEN_PROGRAM_ID
 
 from kvasir_console.wallet import token
@@ -47,6 +47,8 @@ from kvasir_console.wallet.localnet.faucet import LAMPORTS_PER_SOL
 from kvasir_console.wallet.localnet.ledger import Ledger
 from kvasir_console.wallet.localnet.methods import METHODS
 from kvasir_console.wallet.localnet.server import MAX_BODY_BYTES
+
+from ledger_process import LedgerProcess
 
 SOL = LAMPORTS_PER_SOL
 
@@ -330,7 +332,7 @@ BAD_PARAMS: list[tuple[str, list[Any]]] = [
     ("getBalance", [str(Pubkey.default()), "finalized"]),
     ("getBalance", [str(Pubkey.default()), {"commitment": "surely"}]),
     ("getBalance", [str(Pubkey.default()), {"minContextSlot": -1}]),
-    ("getAccountInfo", [str(TOKEN_PROGRAM_ID), {"encoding": "base58"}]),
+    ("getAccountInfo", [str(MEMO_PROGRAM_ID), {"encoding": "base58"}]),
     ("getAccountInfo", [str(TOKEN_PROGRAM_ID), {"encoding": "base64+zstd"}]),
     ("getAccountInfo", [str(TOKEN_PROGRAM_ID), {"dataSlice": {"offset": 0, "length": 2**64}}]),
     ("getMultipleAccounts", [[str(Pubkey.default())] * 101]),
@@ -413,11 +415,13 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=12), inner, max_size=4),
     max_leaves=8,
 )
+OPTION_NAMES = (
+    *("commitment", "preflightCommitment", "encoding", "dataSlice", "minContextSlot", "mint", "programId"),
+    *("limit", "before", "until", "accounts", "skipPreflight", "sigVerify", "replaceRecentBlockhash"),
+    *("innerInstructions", "maxSupportedTransactionVersion"),
+)
 OPTIONS = st.dictionaries(
-    st.sampled_from(
-        ["commitment", "encoding", "dataSlice", "minContextSlot", "mint", "programId", "limit", "before", "accounts"]
-        + ["skipPreflight", "sigVerify", "replaceRecentBlockhash", "maxSupportedTransactionVersion"]
-    ),
+    st.sampled_from(OPTION_NAMES),
     JSON | st.sampled_from(["processed", "confirmed", "finalized", "base64", "jsonParsed", str(TOKEN_PROGRAM_ID)]),
     max_size=4,
 )
@@ -442,6 +446,32 @@ def test_any_parameters_give_a_result_or_an_error_and_never_an_internal_one(
     assert reply["id"] == 7
     assert ("result" in reply) != ("error" in reply)
     assert reply.get("error", {}).get("message") != "Internal error"
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.tuples(st.integers(0, 400), st.integers(0, 255)), max_size=4), st.booleans(), st.booleans())
+def test_well_signed_nonsense_never_breaks_the_ledger(
+    ledger: Ledger, changes: list[tuple[int, int]], trial: bool, skip: bool
+) -> None:
+    """Bytes of a good message are overwritten and the result signed, so that it gets past the signature check."""
+    payer = Keypair.from_seed(bytes(31) + b"\x07")
+    if ledger.account(payer.pubkey()) is None:
+        ledger.airdrop(payer.pubkey(), 10 * SOL)
+    blockhash, _ = ledger.latest_blockhash()
+    instructions = [
+        token.create_token_account(payer.pubkey(), Keypair().pubkey(), payer.pubkey()),
+        transfer(TransferParams(from_pubkey=payer.pubkey(), to_pubkey=Keypair().pubkey(), lamports=SOL // 100)),
+        token.memo(payer.pubkey(), "nonsense"),
+    ]
+    message = bytearray(to_bytes_versioned(MessageV0.try_compile(payer.pubkey(), instructions, [], blockhash)))
+    for place, value in changes:
+        message[place % len(message)] = value
+    raw = b"\x01" + bytes(payer.sign_message(bytes(message))) + bytes(message)
+    params = [base64.b64encode(raw).decode(), {"encoding": "base64", "skipPreflight": skip}]
+    method = "simulateTransaction" if trial else "sendTransaction"
+    reply = json.loads(rpc.answer(ledger, METHODS, json.dumps({**CALL, "method": method, "params": params}).encode()))
+    assert reply.get("error", {}).get("message") != "Internal error"
+    assert ledger.account(payer.pubkey()) is not None
 
 
 @settings(max_examples=200, deadline=None)

@@ -20,7 +20,8 @@ def _name(ggml_type: int) -> str:
 def _random_blocks(ggml_type: int, n_blocks: int, seed: int) -> np.ndarray:
     rng = np.random.default_rng(seed)
     # 0x7B is the exponent of the largest finite halves; a cap keeps every f16 field away from infinity and NaN
-    return rng.integers(0, 0x7B, n_blocks * quant.FORMATS[ggml_type].block_bytes, dtype=np.uint8)
+    limit = 256 if _name(ggml_type) in ("MXFP4", "NVFP4") else 0x7B
+    return rng.integers(0, limit, n_blocks * quant.FORMATS[ggml_type].block_bytes, dtype=np.uint8)
 
 
 @pytest.mark.parametrize("ggml_type", TYPES, ids=_name)
@@ -28,7 +29,8 @@ def test_more_than_one_chunk_agrees_with_the_gguf_package(ggml_type):
     block_values = quant.FORMATS[ggml_type].block_values
     n_blocks = quant.CHUNK_VALUES // block_values + 7
     raw = _random_blocks(ggml_type, n_blocks, seed=ggml_type)
-    expected = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType(ggml_type)).reshape(-1)
+    with np.errstate(over="ignore"):  # the largest MXFP4 exponent overflows, there as here
+        expected = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType(ggml_type)).reshape(-1)
     got = quant.dequantize(torch.from_numpy(raw), ggml_type)
     assert got.shape == (n_blocks * block_values,)
     assert np.array_equal(got.numpy().view(np.uint32), expected.astype(np.float32).view(np.uint32))

@@ -1,0 +1,303 @@
+"""The gateway process, put together: front, hub, HTTP API, trunk engines, meter, settlement.
+
+One port is open to others, the front's. The HTTP server listens on a Unix socket behind it; the settlement polls that
+socket with the service token, as a gateway on another machine would.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket as sockets
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import httpx
+import uvicorn
+from starlette.applications import Starlette
+
+from kvasir_console.config import Config
+from kvasir_console.errors import EngineError, KvasirError
+from kvasir_console.node.gateway.app import make_app
+from kvasir_console.node.gateway.authority import HubAuthority
+from kvasir_console.node.gateway.backends import Backend, BackendInfo, RingBackend, TrunkBackend
+from kvasir_console.node.gateway.catalog import Slices, read_catalog
+from kvasir_console.node.gateway.census import Census
+from kvasir_console.node.gateway.domains import own_domains
+from kvasir_console.node.gateway.generation import Generations
+from kvasir_console.node.gateway.identity import Identity, Secrets
+from kvasir_console.node.gateway.info import Info
+from kvasir_console.node.gateway.ledger import Ledger
+from kvasir_console.node.gateway.metering import Meter
+from kvasir_console.node.gateway.openai import OpenAI
+from kvasir_console.node.gateway.participation import Participation
+from kvasir_console.node.gateway.payments import Payments
+from kvasir_console.node.gateway.plans import make_rings
+from kvasir_console.node.gateway.settle import Settler
+from kvasir_console.node.gateway.store import Store
+from kvasir_console.node.gateway.trunk import EngineFactory, OnExit, OnReady, SupervisedEngine, Trunk, Trunks
+from kvasir_console.node.supervisor import Engine
+from kvasir_console.paths import Paths, check_socket_path
+from kvasir_console.relay.closing import CloseCode
+from kvasir_console.relay.front import Front, server_context
+from kvasir_console.relay.hub import Hub
+from kvasir_console.relay.tls import is_loopback
+
+log = logging.getLogger(__name__)
+
+READ_S = 2.0
+"""Pause between two readings of the engines' counters: the most work that a crash of an engine can leave unpaid."""
+SWEEP_S = 5.0
+CLEAN_S = 3600.0
+
+
+class GatewayService:
+    """``async with`` starts everything but waits for no model to load: ``/v1/health`` says when one serves."""
+
+    def __init__(
+        self,
+        config: Config,
+        paths: Paths,
+        make_engine: EngineFactory | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._config = config
+        self._paths = paths
+        self._make_engine = make_engine or self._supervised_engine
+        self._clock = clock
+        self._stack = AsyncExitStack()
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    @property
+    def port(self) -> int:
+        return self._front.port
+
+    @property
+    def public_url(self) -> str:
+        return f"{'https' if self._config.gateway.tls_cert else 'http'}://{self._identity.domains[0]}"
+
+    @property
+    def hub_key(self) -> str:
+        return self._identity.hub_key
+
+    @property
+    def ledger(self) -> Ledger:
+        return self._ledger
+
+    async def __aenter__(self) -> GatewayService:
+        """Raises ``KvasirError``: configuration, checkpoints, secrets, database or port."""
+        try:
+            await self._start()
+        except BaseException:
+            await self._stack.aclose()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Running answers are cut off and recorded, the last work is settled, then everything ends."""
+        await self._stack.aclose()
+
+    async def wait(self) -> None:
+        """Until a part of the service ends by itself, which is a failure; raises what it raised."""
+        done, _ = await asyncio.wait(self._tasks.values(), return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+        raise EngineError(
+            "gateway_part_ended", f"A part of the gateway ended: {', '.join(t.get_name() for t in done)}."
+        )
+
+    async def settle(self) -> int:
+        """Read every counter and credit what grew, now; the micro-KVR credited."""
+        await self._trunks.read(self._meter)
+        return await self._settler.poll()
+
+    async def _start(self) -> None:
+        config, gateway, paths = self._config, self._config.gateway, self._paths
+        paths.ensure()
+        token_file = Path(gateway.service_token_file).expanduser() if gateway.service_token_file else None
+        secrets = await asyncio.to_thread(Secrets.load, paths.data / "gateway", token_file)
+        catalog = await asyncio.to_thread(read_catalog, gateway.models)
+        self._store = await asyncio.to_thread(
+            Store.open, gateway.database or f"sqlite:///{paths.data / 'gateway.sqlite'}"
+        )
+        self._stack.callback(self._store.close)
+        self._identity = Identity(secrets, self._store, self._clock)
+        self._ledger = Ledger(self._store)
+        self._census = Census(gateway.target_replicas)
+        self._census.offer(offered for model in catalog.values() if (offered := model.offered))
+        self._meter = Meter(self._store, self._census, self._clock)
+        rings = await asyncio.to_thread(make_rings, catalog.values(), self._store, self._identity)
+        backends: list[Backend] = []
+        trunks: dict[str, Trunk] = {}
+        self._trunks = Trunks(trunks)
+        self._hub = Hub(HubAuthority(self._identity, self._census, rings, self._trunks, self._meter, self._clock))
+        self._meter.watch_bytes(self._hub.sessions)
+        for number, model in enumerate(catalog.values()):
+            if model.placement == "ring":
+                ring = rings[model.id]
+                backend = RingBackend(BackendInfo(model.id, model.name, ring), ring, self._hub)
+                self._stack.push_async_callback(backend.close)
+                backends.append(backend)
+            else:
+                trunk_backend = TrunkBackend(BackendInfo(model.id, model.name))
+                backends.append(trunk_backend)
+                trunks[model.id] = Trunk(
+                    f"trunk{number}", model, trunk_backend, self._make_engine, config.engine, gateway.dispatch_wire
+                )
+        self._spawn("engines", self._trunks.run())
+        socket = check_socket_path(paths.runtime / "gateway.http")
+        tls = server_context(Path(gateway.tls_cert), Path(gateway.tls_key)) if gateway.tls_cert else None
+        self._front = Front(self._hub, socket, host=gateway.host, port=gateway.port, tls=tls)
+        await self._front.start()
+        self._stack.push_async_callback(self._front.close)
+        certificate = Path(gateway.tls_cert) if gateway.tls_cert else None
+        self._identity.domains = own_domains(gateway.host, self._front.port, certificate)
+        self._generations = Generations(self._store, self._clock)
+        openai = OpenAI(
+            backends,
+            self._generations,
+            self._identity,
+            public_url=self.public_url,
+            open_access=is_loopback(gateway.host),
+        )
+        slices = Slices(paths.cache / "slices", catalog)
+        app = make_app(
+            [
+                *openai.routes(),
+                *Info(self._identity, self._store, openai, gateway, config.wallet, self.public_url).routes(),
+                *Participation(
+                    self._identity, self._census, slices, rings, self._meter, self._hub, self._clock
+                ).routes(),
+                *Payments(
+                    self._identity,
+                    self._ledger,
+                    self._census,
+                    minimum_micro_kvr=gateway.minimum_claim_micro_kvr,
+                    clock=self._clock,
+                ).routes(),
+            ]
+        )
+        self._stack.push_async_callback(self._generations.close)
+        await self._stack.enter_async_context(serving(app, socket))
+        self._stack.push_async_callback(self._hub.close)
+        client = httpx.AsyncClient(
+            transport=httpx.AsyncHTTPTransport(uds=str(socket)), base_url="http://gateway", trust_env=False
+        )
+        await self._stack.enter_async_context(client)
+        self._settler = Settler(
+            client, secrets.service_token, self._ledger, poll_s=gateway.settlement_poll_s, clock=self._clock
+        )
+        # The last to be pushed is the first to run: answers end and are settled while everything still works.
+        self._stack.push_async_callback(self._settle_last)
+        self._stack.push_async_callback(self._generations.close)
+        self._spawn("settlement", self._settler.run())
+        self._spawn("meter", self._read_engines())
+        self._spawn("sweep", self._sweep())
+        self._spawn("retention", self._forget())
+        log.info("the gateway serves %s", self.public_url)
+
+    def _spawn(self, name: str, work: Coroutine[Any, Any, None]) -> None:
+        self._tasks[name] = asyncio.create_task(work, name=f"gateway-{name}")
+        self._stack.push_async_callback(_end, self._tasks[name])
+
+    def _supervised_engine(self, name: str, on_ready: OnReady, on_exit: OnExit) -> SupervisedEngine:
+        log_file = self._paths.state / f"engine-{name}.log"
+        return Engine(name, self._paths.runtime, log_file, self._config.engine, on_ready, on_exit)
+
+    async def _read_engines(self) -> None:
+        while True:
+            await asyncio.sleep(READ_S)
+            try:
+                await self._trunks.read(self._meter)
+            except KvasirError as error:
+                log.warning("the meter: %s", error)
+
+    async def _sweep(self) -> None:
+        """End the sessions of workers that went stale: whoever does not report is not served."""
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            for worker in self._census.take_stale(self._clock()):
+                await self._hub.close_sessions(
+                    key=worker.session,
+                    wallet=worker.wallet,
+                    code=CloseCode.UNKNOWN_SESSION,
+                    reason="no coverage report for two minutes",
+                )
+
+    async def _forget(self) -> None:
+        while True:
+            try:
+                await asyncio.to_thread(self._store.forget_content, int(self._clock()))
+            except KvasirError as error:
+                log.warning("old answers are not erased: %s", error)
+            await asyncio.sleep(CLEAN_S)
+
+    async def _settle_last(self) -> None:
+        try:
+            await self.settle()
+        except KvasirError as error:
+            log.warning("the last work is not settled yet; it is metered and will be: %s", error)
+
+
+@asynccontextmanager
+async def serving(app: Starlette, socket: Path) -> AsyncIterator[None]:
+    """Serve ``app`` on a Unix socket in this loop."""
+    socket.unlink(missing_ok=True)
+    server = _Server(
+        uvicorn.Config(
+            app,
+            uds=str(socket),
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            timeout_graceful_shutdown=2,
+        )
+    )
+    task = asyncio.create_task(server.serve(), name="gateway-http")
+    try:
+        ready = asyncio.create_task(server.listening.wait())
+        await asyncio.wait({task, ready}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            ready.cancel()
+            task.result()
+            raise EngineError("http_not_started", "The HTTP server of the gateway did not start.", "Read the log.")
+        yield
+    finally:
+        server.should_exit = True
+        await task
+        socket.unlink(missing_ok=True)
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handlers: the process is stopped by whoever runs the service."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.listening = asyncio.Event()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+    async def startup(self, sockets: list[sockets.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self.listening.set()
+
+
+async def _end(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        try:
+            await task
+        except Exception:
+            log.exception("%s failed", task.get_name())

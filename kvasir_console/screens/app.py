@@ -1,0 +1,205 @@
+"""The console on a terminal: one reader, one message a second, one dashboard."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from textual.app import App, SystemCommand
+from textual.message import Message
+from textual.screen import Screen
+
+from kvasir_console.errors import ExitCode, UsageError
+from kvasir_console.screens.dashboard import Dashboard
+from kvasir_console.screens.dialogs import ConfirmScreen, UnlockScreen
+from kvasir_console.screens.graph import Symbols, default_symbols
+from kvasir_console.screens.line import Role, Span, line, wrap
+from kvasir_console.screens.reader import NodeView, Reader
+from kvasir_console.screens.source import SnapshotSource
+from kvasir_console.screens.theme import KVASIR
+from kvasir_console.screens.widgets.prompt import Prompt
+
+INTERVAL_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class LocalAction:
+    """A key of the caller's own: ``run`` returns what a person reads when it is done. It may raise ``KvasirError``."""
+
+    key: str
+    name: str
+    run: Callable[[], Awaitable[str]]
+
+
+class Snapshots(Message):
+    """What one round of reading found; a newer one replaces one that still waits."""
+
+    def __init__(self, views: tuple[NodeView, ...]) -> None:
+        super().__init__()
+        self.views = views
+
+    def can_replace(self, message: Message) -> bool:
+        return isinstance(message, Snapshots)
+
+
+class ConsoleApp(App[int]):
+    """The screens over one or several nodes.
+
+    Args:
+        sources: the nodes, in the order of their keys 1 to 9; at least one.
+        prompt: streams an answer; without it there is no prompt panel.
+        actions: more keys.
+        read_only: neither claims nor unlocks, and no key changes that.
+        quit_warning: what quitting stops; with it, quitting asks first.
+        keymap: binding id to keys, for those who want others.
+        symbols: graph symbols; ``None`` takes what the terminal can draw.
+        clock: Unix time in seconds.
+        interval_s: pause between two rounds of reading.
+    """
+
+    TITLE = "kvasir-console"
+    CSS_PATH = "console.tcss"
+
+    def __init__(
+        self,
+        sources: Sequence[SnapshotSource],
+        *,
+        prompt: Prompt | None = None,
+        actions: Sequence[LocalAction] = (),
+        read_only: bool = False,
+        quit_warning: str = "",
+        keymap: Mapping[str, str] | None = None,
+        symbols: Symbols | None = None,
+        clock: Callable[[], float] = time.time,
+        interval_s: float = INTERVAL_S,
+    ) -> None:
+        if not sources:
+            raise ValueError("a console without a node has nothing to show")
+        if os.environ.get("NO_COLOR") == "":
+            del os.environ["NO_COLOR"]  # Textual takes an empty one for set; no-color.org says it is not
+        super().__init__()
+        self.animation_level = "none"
+        self.register_theme(KVASIR)
+        self.theme = KVASIR.name
+        self._reader = Reader(sources, clock)
+        self._actions = tuple(actions)
+        self._quit_warning = quit_warning
+        self._keymap_wanted = dict(keymap or {})
+        self._interval_s = interval_s
+        self.dashboard = Dashboard(
+            sources, clock, prompt=prompt, read_only=read_only, symbols=symbols or default_symbols()
+        )
+
+    def get_default_screen(self) -> Screen[None]:
+        return self.dashboard
+
+    def on_mount(self) -> None:
+        for index, action in enumerate(self._actions):
+            self.bind(action.key, f"local_action({index})", description=action.name)
+        if self._keymap_wanted:
+            self.set_keymap(self._keymap_wanted)
+        self.run_worker(self._follow(), name="snapshots", group="snapshots")
+
+    async def on_unmount(self) -> None:
+        await self._reader.close()
+
+    async def _follow(self) -> None:
+        while True:
+            await self.read_now()
+            await asyncio.sleep(self._interval_s)
+
+    async def read_now(self) -> None:
+        """One round of reading, posted as one message."""
+        self.post_message(Snapshots(await self._reader.read()))
+
+    def on_snapshots(self, message: Snapshots) -> None:
+        self.dashboard.paint(message.views)
+
+    def action_local_action(self, index: int) -> None:
+        action = self._actions[index]
+        self.dashboard.act(action.run(), f"action-{index}")
+
+    async def action_quit(self) -> None:
+        """Quit; where that stops a node, ask first. Asked twice it quits."""
+        if not self._quit_warning or isinstance(self.screen, ConfirmScreen):
+            self.exit(int(ExitCode.OK))
+            return
+
+        def decided(yes: bool | None) -> None:
+            if yes:
+                self.exit(int(ExitCode.OK))
+
+        texts = [line(Span(row, Role.TEXT)) for row in wrap(self._quit_warning, 58)]
+        self.push_screen(ConfirmScreen("Quit", texts, yes="Quit"), decided)
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """No palette over a passphrase."""
+        if action == "command_palette" and isinstance(self.screen, UnlockScreen):
+            return False
+        return super().check_action(action, parameters)
+
+    def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:  # noqa: ARG002
+        """Themes and every key of the dashboard. No screenshot: a file of the screen is not what a wallet wants."""
+        yield SystemCommand("Theme", "Change the colours", self.action_change_theme)
+        seen: set[str] = set()
+        for active in self.dashboard.active_bindings.values():
+            binding = active.binding
+            if binding.system or not active.enabled or binding.description in {*seen, "", "palette", "Commands"}:
+                continue
+            seen.add(binding.description)
+            yield SystemCommand(
+                binding.description, f"Key {self.get_key_display(binding)}", self._runs(binding.action, active.node)
+            )
+
+    def _runs(self, action: str, node: object) -> Callable[[], Awaitable[None]]:
+        async def run() -> None:
+            await self.run_action(action, default_namespace=node)  # type: ignore[arg-type]
+
+        return run
+
+
+async def run_app(app: ConsoleApp) -> int:
+    """Run until a person quits or the process is asked to stop. Returns an exit code.
+
+    SIGTERM and SIGHUP end the app in order, so that the terminal is restored and whatever runs beside it can drain;
+    their handlers are taken over for that time.
+
+    Raises:
+        UsageError: a terminal that cannot show screens.
+    """
+    if os.environ.get("TERM", "") in ("dumb", "unknown"):
+        raise UsageError(
+            "dumb_terminal",
+            f"TERM={os.environ['TERM']} cannot show screens.",
+            "Set TERM to what the terminal is, or run kvasir-console --headless.",
+        )
+    loop = asyncio.get_running_loop()
+    signals = (signal.SIGTERM, signal.SIGHUP)
+    for number in signals:
+        loop.add_signal_handler(number, app.exit, int(ExitCode.OK))
+    try:
+        result = await app.run_async()
+    finally:
+        for number in signals:
+            with contextlib.suppress(ValueError):
+                loop.remove_signal_handler(number)
+    return int(app.return_code or result or ExitCode.OK)
+
+
+async def run_local(
+    sources: Sequence[SnapshotSource],
+    prompt: Prompt | None = None,
+    *,
+    actions: Sequence[LocalAction] = (),
+    read_only: bool = False,
+    quit_warning: str = "",
+) -> int:
+    """The screens of local mode, inside a loop that already runs."""
+    return await run_app(
+        ConsoleApp(sources, prompt=prompt, actions=actions, read_only=read_only, quit_warning=quit_warning)
+    )

@@ -1,0 +1,73 @@
+"""The help screen, made from the bindings that are active: it cannot be out of date."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import ClassVar
+
+from textual.app import App, ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Vertical
+from textual.app import ActiveBinding
+
+from kvasir_console.screens.line import Line, Role, Span, fit, line
+from kvasir_console.screens.widgets.scroller import Scroller
+
+_KEYS, _NAME = 12, 26
+
+
+class HelpScreen(ModalScreen[None]):
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape,q,question_mark,enter", "leave", "Close", id="help.close"),
+    ]
+
+    def __init__(self, lines: Iterable[Line]) -> None:
+        super().__init__()
+        self._lines = list(lines)
+
+    def compose(self) -> ComposeResult:
+        with Vertical(classes="dialog help") as dialog:
+            dialog.border_title = "Keys"
+            dialog.border_subtitle = "escape closes"
+            yield Scroller(widget_id="help-lines")
+
+    def on_mount(self) -> None:
+        self.query_one(Scroller).follows = False
+        self.call_after_refresh(self._draw)
+
+    def on_resize(self) -> None:
+        self.call_after_refresh(self._draw)
+
+    def _draw(self) -> None:
+        self.query_one(Scroller).set_rows(self._lines)
+
+    def action_leave(self) -> None:
+        self.dismiss()
+
+
+def key_lines(app: App[int], bindings: Iterable[ActiveBinding]) -> list[Line]:
+    """One line for each action: its keys, what it does, and the id by which a keymap can move it."""
+    keys: dict[str, list[str]] = {}
+    first: dict[str, ActiveBinding] = {}
+    for active in bindings:
+        binding = active.binding
+        if not binding.description or binding.system:
+            continue
+        action = binding.id or binding.action
+        keys.setdefault(action, []).append(app.get_key_display(binding))
+        first.setdefault(action, active)
+    return [
+        line(
+            Span(fit(" ".join(_runs(keys[action])), _KEYS), Role.ACCENT),
+            Span(fit(active.binding.description, _NAME), Role.TEXT if active.enabled else Role.FAINT),
+            Span(active.binding.id or "", Role.FAINT),
+        )
+        for action, active in first.items()
+    ]
+
+
+def _runs(keys: list[str]) -> list[str]:
+    """``1 2 3 4`` as ``1-4``."""
+    if len(keys) > 2 and all(key.isdigit() for key in keys):
+        return [f"{keys[0]}-{keys[-1]}"]
+    return keys

@@ -1,0 +1,1 @@
+"""One builder for each panel: a frame in, lines out. Pure functions that know no widget."""

@@ -1,0 +1,108 @@
+"""How much work flows: the rate in large digits, its history as a graph, and the totals."""
+
+from __future__ import annotations
+
+from textual.renderables.digits import DIGITS, DIGITS3X3
+
+from kvasir_console.node.snapshot import NodeSnapshot
+from kvasir_console.screens import format as fmt
+from kvasir_console.screens.frame import Frame
+from kvasir_console.screens.graph import Symbols, nice_top, plot
+from kvasir_console.screens.line import Line, Role, Span, crop, fit, line, spread, width
+from kvasir_console.screens.verdict import quiet_s
+
+_GUTTER = 7
+
+
+def throughput(frame: Frame, cells: int, height: int) -> list[Line]:
+    snapshot = frame.snapshot
+    rate, unit = headline(snapshot)
+    head = _head(snapshot, rate, unit, cells, frame.symbols)
+    graph_rows = height - len(head) - 2
+    history = () if snapshot is None else snapshot.work.history
+    lines = [*head, ()] if graph_rows > 1 else head
+    if graph_rows > 1:
+        lines += _graph(history, cells, graph_rows - 1, frame.symbols)
+    return [crop(each, cells) for each in lines[:height]]
+
+
+def headline(snapshot: NodeSnapshot | None) -> tuple[float | None, str]:
+    """The rate that counts for what is held, and its unit. A ring stage that does not sample counts rows."""
+    if snapshot is None or snapshot.held is None:
+        return None, "rows/s"
+    work = snapshot.work
+    if snapshot.held.kind == "layers" and work.tokens > 0:
+        return work.tokens_per_s, "tokens/s"
+    return work.rows_per_s, "rows/s"
+
+
+def _head(snapshot: NodeSnapshot | None, rate: float | None, unit: str, cells: int, symbols: Symbols) -> list[Line]:
+    texts = [fmt.rate(rate)] if symbols is Symbols.ASCII or rate is None else big(fmt.rate(rate))
+    role = Role.STRONG if rate else Role.LABEL
+    left = [line(Span(text, role)) for text in texts]
+    while len(left) < 3:
+        left.append(())
+    units = ["", unit, "" if snapshot is None else _last_work(snapshot)]
+    column = max(width(each) for each in left) + 2
+    rows = _totals(snapshot)
+    lines = []
+    for number, (each, note, total) in enumerate(zip(left, units, rows, strict=True)):
+        role = Role.TEXT if number == 1 else Role.LABEL
+        lines.append(spread(line(*each, Span(" " * (column - width(each))), Span(note, role)), total, cells))
+    return lines
+
+
+def _totals(snapshot: NodeSnapshot | None) -> list[Line]:
+    work = None if snapshot is None or snapshot.held is None else snapshot.work
+    values = (
+        ("requests", None if work is None else work.requests),
+        ("rows", None if work is None else work.rows),
+        ("pairs", None if work is None else work.pairs),
+    )
+    return [
+        line(Span(f"{label} ", Role.LABEL), Span(fit(fmt.compact(value), 5, right=True))) for label, value in values
+    ]
+
+
+def _last_work(snapshot: NodeSnapshot) -> str:
+    history = snapshot.work.history
+    if not history or not any(history):
+        return ""
+    quiet = quiet_s(snapshot)
+    return "now" if quiet == 0 else f"{fmt.duration(quiet)} ago"
+
+
+def _graph(history: tuple[float, ...], cells: int, rows: int, symbols: Symbols) -> list[Line]:
+    columns = cells - _GUTTER
+    shown = history[-columns * symbols.per_column :] if columns > 0 else ()
+    top = nice_top(max(shown, default=0.0))
+    axis = [
+        fit(fmt.rate(top) if top >= 10 else f"{top:g}", _GUTTER - 2, right=True),
+        *[" " * (_GUTTER - 2)] * (rows - 1),
+    ]
+    if rows > 1:
+        axis[-1] = fit("0", _GUTTER - 2, right=True)
+    drawn = plot(shown, columns, rows, top, symbols)
+    lines = [
+        line(Span(label, Role.FAINT), Span("┤ ", Role.FAINT), Span(text, Role.GRAPH))
+        for label, text in zip(axis, drawn, strict=True)
+    ]
+    span = f"{fmt.duration(columns * symbols.per_column)} ago"
+    note = "no samples yet" if not history else "now"
+    lines.append(
+        line(Span(" " * _GUTTER), *spread(line(Span(span, Role.FAINT)), line(Span(note, Role.FAINT)), columns))
+    )
+    return lines
+
+
+def big(text: str) -> list[str]:
+    """Three rows of Textual's digits; a full stop and a comma take one column."""
+    rows = ["", "", ""]
+    for character in text:
+        if character in DIGITS:
+            first = DIGITS.index(character) * 3
+            for row in range(3):
+                rows[row] += DIGITS3X3[first + row].ljust(3)
+        else:
+            rows = [rows[0] + " ", rows[1] + " ", rows[2] + character]
+    return rows

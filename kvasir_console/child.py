@@ -1,10 +1,14 @@
-"""What every child process does first: die with its parent, leave no core file with secrets or weights in it."""
+"""What a child process does first: die with its parent; for one that holds secrets, leave no core file.
+
+``python -m kvasir_console.child PARENT_PID MODULE [ARGUMENT ...]`` runs a module of this program that way.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import resource
+import runpy
 import signal
 import sys
 
@@ -29,3 +33,14 @@ def forbid_core_dumps() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_DUMPABLE, 0)
+
+
+def main() -> None:
+    parent, module, *arguments = sys.argv[1:]
+    die_with_parent(int(parent))
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

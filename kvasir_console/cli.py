@@ -7,11 +7,17 @@ stdout is data, stderr is talk, and every failure ends with one message, its nex
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from kvasir_console import __version__
-from kvasir_console.errors import ExitCode, KvasirError, UsageError
+from kvasir_console.errors import ExitCode, KvasirError, SystemResourceError, UsageError
+
+if TYPE_CHECKING:
+    from kvasir_console.config import Config
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -19,19 +25,48 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     arguments = parser.parse_args(argv)
     try:
-        return int(_run(arguments, parser))
+        code = int(_run(arguments, parser))
+        sys.stdout.flush()
+        return code
     except KvasirError as error:
-        print(f"kvasir-console: {error.message}", file=sys.stderr)
-        if error.hint:
-            print(f"  {error.hint}", file=sys.stderr)
-        return int(error.exit_code)
+        return _fail(error)
     except KeyboardInterrupt:
         return int(ExitCode.INTERRUPTED)
     except BrokenPipeError:
+        # Whoever read our output has seen enough; nothing is left to be flushed at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return int(ExitCode.OK)
+    except OSError as error:
+        where = f" ({error.filename})" if error.filename else ""
+        return _fail(SystemResourceError("system", f"The system refused: {error.strerror or error}{where}."))
+    except Exception as error:
+        return _fail(_unexpected(error))
+
+
+def _fail(error: KvasirError) -> int:
+    print(f"kvasir-console: {error.message}", file=sys.stderr)
+    if error.hint:
+        print(f"  {error.hint}", file=sys.stderr)
+    return int(error.exit_code)
+
+
+def _unexpected(error: Exception) -> KvasirError:
+    """A defect of this program: its traceback goes to the log, masked; a person gets one line."""
+    import logging
+
+    from kvasir_console import logs
+    from kvasir_console.paths import Paths
+
+    file = Paths.from_environment().log_file
+    with contextlib.suppress(KvasirError):
+        logs.configure(file)
+        logging.getLogger(__name__).error("unexpected", exc_info=error)
+    return KvasirError("unexpected", f"Something unforeseen happened ({type(error).__name__}).", f"{file} has details.")
 
 
 def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    if arguments.set and arguments.command in ("local", "models", "status"):
+        raise UsageError("set_without_effect", f"--set has no effect on {arguments.command}.", "Leave it out.")
     match arguments.command:
         case None:
             return _console(arguments)
@@ -44,9 +79,7 @@ def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
 
             return models_command.run(arguments)
         case "wallet":
-            from kvasir_console.wallet import command as wallet
-
-            return wallet.run(arguments)
+            return _wallet(arguments)
         case "gateway":
             from kvasir_console import headless
 
@@ -75,12 +108,23 @@ def _console(arguments: argparse.Namespace) -> int:
     return app.run_console(_load(arguments), arguments)
 
 
-def _load(arguments: argparse.Namespace):  # type: ignore[no-untyped-def]
+def _wallet(arguments: argparse.Namespace) -> int:
+    """What needs a running node goes to its socket; the rest is done on the vault's file."""
+    if arguments.wallet_command in ("unlock", "claim"):
+        from kvasir_console import headless
+
+        return headless.ask_node(arguments.wallet_command, arguments)
+    from kvasir_console.wallet import command
+
+    return command.run(arguments, _load(arguments).wallet)
+
+
+def _load(arguments: argparse.Namespace) -> Config:
     from kvasir_console import config
     from kvasir_console.paths import Paths
 
     flags = {}
-    for setting in arguments.set or ():
+    for setting in (*(arguments.set or ()), *getattr(arguments, "command_set", ())):
         name, separator, value = setting.partition("=")
         if not separator:
             raise UsageError("bad_setting", f"--set {setting}: write it as section.key=value.")
@@ -97,30 +141,46 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"kvasir-console {__version__}")
     parser.add_argument("--headless", action="store_true", help="run the node without screens, one line per change")
-    _node_options(parser)
+    _setting_option(parser)
+    _passphrase_options(parser)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     _local_parser(commands.add_parser("local", help="the whole network on this machine, with real parts"))
     _models_parser(commands.add_parser("models", help="list, pull, inspect and make checkpoints"))
     _wallet_parser(commands.add_parser("wallet", help="create or import the wallet, show its address"))
     gateway = commands.add_parser("gateway", help="run the gateway, hub and front port (operators)")
-    _setting_option(gateway)
+    _setting_option(gateway, dest="command_set", default=argparse.SUPPRESS)
     status = commands.add_parser("status", help="the state of the node that runs with this KVASIR_HOME")
     status.add_argument("--json", action="store_true", help="print the whole snapshot as JSON")
     return parser
 
 
-def _setting_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--set", action="append", metavar="SECTION.KEY=VALUE", help="override one configuration value")
+# A command's own option of the same name must not reset what stood before the command: hence the suppressed defaults.
 
 
-def _node_options(parser: argparse.ArgumentParser) -> None:
-    _setting_option(parser)
-    parser.add_argument("--passphrase-file", metavar="FILE", help="file with the vault's passphrase (mode 0600)")
-    parser.add_argument("--passphrase-fd", type=int, metavar="FD", help="file descriptor to read it from")
+def _setting_option(parser: argparse.ArgumentParser, dest: str = "set", default: str | None = None) -> None:
+    parser.add_argument(
+        "--set",
+        action="append",
+        dest=dest,
+        default=default,
+        metavar="SECTION.KEY=VALUE",
+        help="override one configuration value",
+    )
+
+
+def _passphrase_options(parser: argparse.ArgumentParser, default: str | None = None) -> None:
+    parser.add_argument(
+        "--passphrase-file", metavar="FILE", default=default, help="file with the vault's passphrase (mode 0600)"
+    )
+    parser.add_argument(
+        "--passphrase-fd", type=int, metavar="FD", default=default, help="file descriptor to read it from"
+    )
 
 
 def _local_parser(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--headless", action="store_true", help="no screens, even on a terminal")
+    parser.add_argument(
+        "--headless", action="store_true", default=argparse.SUPPRESS, help="no screens, even on a terminal"
+    )
     parser.add_argument("--once", action="store_true", help="one pass through everything, then stop")
     parser.add_argument("--prompt", default="The capital of France is", help="raw prompt of the pass")
     parser.add_argument("--max-tokens", type=int, default=32, metavar="N", help="tokens to generate (default 32)")
@@ -151,11 +211,15 @@ def _wallet_parser(parser: argparse.ArgumentParser) -> None:
     create = commands.add_parser("create", help="a new wallet; its words are shown once")
     create.add_argument("--words", type=int, choices=(12, 24), default=24)
     restore = commands.add_parser("import", help="restore a wallet from its words")
+    restore.add_argument(
+        "--path", metavar="PATH", help="derivation path of the account, or 'none' for solana-keygen's default"
+    )
     for command in (create, restore):
-        command.add_argument("--passphrase-file", metavar="FILE")
-        command.add_argument("--passphrase-fd", type=int, metavar="FD")
+        command.add_argument("--force", action="store_true", help="replace the wallet here; the old file is kept")
     address = commands.add_parser("address", help="this wallet's address")
     address.add_argument("--json", action="store_true")
-    commands.add_parser("unlock", help="unlock the wallet of the node that runs with this KVASIR_HOME")
+    unlock = commands.add_parser("unlock", help="unlock the wallet of the node that runs with this KVASIR_HOME")
+    for command in (create, restore, unlock):
+        _passphrase_options(command, default=argparse.SUPPRESS)
     claim = commands.add_parser("claim", help="claim what this wallet earned")
     claim.add_argument("--json", action="store_true")

@@ -4,30 +4,40 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import signal
 import sys
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvasir_console import logs
 from kvasir_console.config import Config
-from kvasir_console.errors import ExitCode
+from kvasir_console.errors import ExitCode, UsageError
 from kvasir_console.paths import Paths
+
+if TYPE_CHECKING:
+    from kvasir_console.node.admin import AdminClient
 
 
 def run_node(config: Config, arguments: argparse.Namespace) -> int:
     """Run a node until SIGTERM or SIGINT."""
-    from kvasir_console.wallet.passphrase import read_passphrase
+    from kvasir_console.wallet.vault import public_accounts
 
     paths = Paths.from_environment().ensure()
     logs.configure(paths.log_file)
-    passphrase = read_passphrase(
-        file=Path(arguments.passphrase_file) if arguments.passphrase_file else None,
-        fd=arguments.passphrase_fd,
-        prompt="Passphrase of the wallet (empty: run locked): " if sys.stdin.isatty() else None,
-    )
-    return asyncio.run(_node(config, paths, passphrase))
+    public_accounts(paths.vault_file)  # a missing wallet is said before a passphrase is asked for
+    prompt = "Passphrase of the wallet (empty: run locked): " if sys.stdin.isatty() else None
+    return asyncio.run(_node(config, paths, _passphrase(arguments, prompt)))
+
+
+def _passphrase(arguments: argparse.Namespace, prompt: str | None) -> str | None:
+    from kvasir_console.wallet.passphrase import read_passphrase
+
+    file = Path(arguments.passphrase_file) if arguments.passphrase_file else None
+    return read_passphrase(file=file, fd=arguments.passphrase_fd, prompt=prompt)
 
 
 async def _node(config: Config, paths: Paths, passphrase: str | None) -> int:
@@ -76,18 +86,65 @@ async def _gateway(config: Config, paths: Paths) -> int:
     return ExitCode.OK
 
 
+def ask_node(verb: str, arguments: argparse.Namespace) -> int:
+    """``unlock`` or ``claim`` at the node that runs with this home.
+
+    Raises:
+        NetworkError: no node runs.
+        WalletError: the passphrase is wrong, or the wallet is locked.
+        LedgerError: there is nothing to claim yet.
+    """
+    return asyncio.run(_unlock(arguments) if verb == "unlock" else _claim(as_json=arguments.json))
+
+
+async def _unlock(arguments: argparse.Namespace) -> int:
+    async with _running_node() as client:
+        await client.call("status")  # no node: said before a passphrase is asked for
+        passphrase = _passphrase(arguments, "Passphrase of the wallet: ")
+        if passphrase is None:
+            raise UsageError(
+                "no_passphrase",
+                "Unlocking needs the passphrase, and there is no terminal to ask on.",
+                "Give --passphrase-file FILE (mode 0600) or --passphrase-fd FD.",
+            )
+        await client.call("unlock", passphrase=passphrase)
+    print("The node's wallet is unlocked.", file=sys.stderr)
+    return ExitCode.OK
+
+
+async def _claim(*, as_json: bool) -> int:
+    from kvasir_console.wallet.token import format_kvr
+
+    async with _running_node() as client:
+        claim = (await client.call("claim"))["claim"]
+    if as_json:
+        print(json.dumps(claim, indent=2))
+    else:
+        print(f"{format_kvr(int(claim['micro_kvr']))} KVR claimed, {claim['state']}")
+    return ExitCode.OK
+
+
+@contextlib.asynccontextmanager
+async def _running_node() -> AsyncIterator[AdminClient]:
+    from kvasir_console.node.admin import AdminClient
+
+    client = AdminClient(Paths.from_environment().runtime / "node.sock")
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
 def print_status(*, as_json: bool) -> int:
     """Print the state of the node that runs with this home."""
     return asyncio.run(_status(as_json))
 
 
 async def _status(as_json: bool) -> int:
-    from kvasir_console.node.admin import AdminClient
     from kvasir_console.wallet.token import format_kvr
 
-    client = AdminClient(Paths.from_environment().runtime / "node.sock")
-    snapshot = await client.snapshot()
-    await client.close()
+    async with _running_node() as client:
+        snapshot = await client.snapshot()
     if as_json:
         print(json.dumps(snapshot.to_json(), indent=2))
         return ExitCode.OK

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import logging.handlers
 import os
 import re
 import sys
 from pathlib import Path
-from typing import TextIO
 
 from kvasir_console.errors import SystemResourceError
 
@@ -44,10 +44,8 @@ class _MaskingFormatter(logging.Formatter):
 
 
 class _PrivateFile(logging.handlers.RotatingFileHandler):
-    def _open(self) -> TextIO:
-        return open(
-            self.baseFilename, self.mode, encoding=self.encoding, opener=lambda path, flags: os.open(path, flags, 0o600)
-        )
+    def _open(self) -> io.TextIOWrapper:
+        return open(self.baseFilename, "a", encoding="utf-8", opener=lambda path, flags: os.open(path, flags, 0o600))
 
 
 def configure(log_file: Path | None = None, level: str = "INFO", *, to_stderr: bool = False) -> None:

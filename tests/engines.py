@@ -34,8 +34,8 @@ async def engine(runtime: Path, name: str) -> AsyncIterator[EngineProcess]:
     runtime.mkdir(mode=0o700, parents=True, exist_ok=True)
     log = os.open(runtime / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "kvasir_console.engine.process"),
-        *("--runtime", str(runtime), "--name", name, "--threads", "1", "--parent", str(os.getpid())),
+        *(sys.executable, "-m", "kvasir_console.child", str(os.getpid()), "kvasir_console.engine.process"),
+        *("--runtime", str(runtime), "--name", name, "--threads", "1"),
         stdout=log,
         stderr=log,
     )

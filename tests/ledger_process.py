@@ -11,7 +11,7 @@ from pathlib import Path
 class LedgerProcess:
     """One data directory and the process serving it; ``start`` again after ``kill`` or ``stop``."""
 
-    def __init__(self, directory: Path, slot_ms: int = 100) -> None:
+    def __init__(self, directory: Path, slot_ms: int = 60) -> None:
         self.data = directory / "ledger"
         self.auth_file = directory / "rpc-auth"
         self.slot_ms = slot_ms

@@ -93,7 +93,7 @@ class ExpertBank:
             ids: (P,) the expert of each pair, counted from ``begin``.
 
         Returns:
-            (P, D) f32.
+            (P, D) f32, on the bank's device.
 
         Raises:
             RequestError: ``pair_out_of_range``; a row or an expert that is not there.
@@ -101,6 +101,7 @@ class ExpertBank:
         pair_rows, pair_ids = _indices(row_idx), _indices(ids)
         _check_range("row", pair_rows, rows.shape[0])
         _check_range("expert", pair_ids, self.end - self.begin)
+        rows = rows.to(self._down.device)
         out = rows.new_empty(len(pair_ids), self.n_embd)
         for expert, pairs in _groups(pair_ids):
             x = pad_rows(rows[torch.from_numpy(pair_rows[pairs])])  # (n', D)
@@ -112,13 +113,13 @@ class ExpertBank:
         """For each row, its pairs' outputs times their ``weights`` (P,), added to zero in the order of the pairs.
 
         Returns:
-            (R, D) f32; zeros for a row without pairs.
+            (R, D) f32, on the bank's device; zeros for a row without pairs.
 
         Raises:
             RequestError: ``pair_out_of_range``.
         """
         terms = self.outputs(rows, row_idx, ids)
-        terms *= weights.unsqueeze(1)
+        terms *= weights.to(terms.device).unsqueeze(1)
         return _sum_by_row(terms, _indices(row_idx), rows.shape[0])
 
     def routed(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:

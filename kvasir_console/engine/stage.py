@@ -1,7 +1,8 @@
 """A stage: the layers ``[begin, end)`` of a model in this process, their experts included.
 
 Only the window's tensors are read; each is held once, in float32. A stage of the whole model is the trunk. Nothing here
-requires gradients; callers on a hot path enter ``torch.inference_mode`` themselves.
+requires gradients. Callers on a hot path enter ``torch.inference_mode`` themselves, and then always: a cache that grew
+under it can only be written under it.
 
 A row's values depend on the tokens before it, and on whether rows came in few at a time or many (``kernels``), but not
 on how layers are grouped into stages, on threads, on where prefill is cut into pieces of at least ``ROW_TILE`` rows, or

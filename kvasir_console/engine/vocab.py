@@ -84,7 +84,7 @@ class Vocabulary:
         ids = {token: i for i, token in enumerate(tokens)}
         if len(ids) != len(tokens):
             twice = next(t for i, t in enumerate(tokens) if ids[t] != i)
-            raise _bad("tokens", f"holds {_shown(twice)} more than once")
+            raise bad_tokenizer("tokens", f"holds {_shown(twice)} more than once")
         types = bytearray(_types(metadata, len(tokens)))
         bos, unknown = (_token_id(metadata, key, len(tokens)) for key in ("bos_token_id", "unknown_token_id"))
         ends = {_token_id(metadata, key, len(tokens)) for key in ("eos_token_id", "eot_token_id", "eom_token_id")}
@@ -119,9 +119,6 @@ def bad_tokenizer(key: str, what: str) -> ModelError:
     )
 
 
-_bad = bad_tokenizer
-
-
 def _shown(text: str) -> str:
     """A token's text for a message: no control characters, not longer than a line."""
     return ascii(text[:40])
@@ -132,16 +129,16 @@ def _text(metadata: Mapping[str, Any], key: str, *, required: bool = False) -> s
     if value is None and not required:
         return ""
     if value is None:
-        raise _bad(key, "is absent")
+        raise bad_tokenizer(key, "is absent")
     if not isinstance(value, str):
-        raise _bad(key, "is not text")
+        raise bad_tokenizer(key, "is not text")
     return value
 
 
 def _flag(metadata: Mapping[str, Any], key: str) -> bool | None:
     value = metadata.get(_PREFIX + key)
     if value is not None and not isinstance(value, bool):
-        raise _bad(key, "is not true or false")
+        raise bad_tokenizer(key, "is not true or false")
     return value
 
 
@@ -150,7 +147,7 @@ def _token_id(metadata: Mapping[str, Any], key: str, n_tokens: int) -> int | Non
     if value is None:
         return None
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < n_tokens:
-        raise _bad(key, f"is not a token id below {n_tokens}")
+        raise bad_tokenizer(key, f"is not a token id below {n_tokens}")
     return value
 
 
@@ -159,21 +156,21 @@ def _list(metadata: Mapping[str, Any], key: str, limit: int) -> list[Any] | None
     if value is None:
         return None
     if not isinstance(value, list):
-        raise _bad(key, "is not a list")
+        raise bad_tokenizer(key, "is not a list")
     if len(value) > limit:
-        raise _bad(key, f"has {len(value)} entries; at most {limit} are accepted")
+        raise bad_tokenizer(key, f"has {len(value)} entries; at most {limit} are accepted")
     return value
 
 
 def _tokens(metadata: Mapping[str, Any]) -> tuple[str, ...]:
     value = _list(metadata, "tokens", MAX_TOKENS)
     if not value:
-        raise _bad("tokens", "is absent or empty")
+        raise bad_tokenizer("tokens", "is absent or empty")
     for i, token in enumerate(value):
         if not isinstance(token, str):
-            raise _bad("tokens", f"holds something that is not text at {i}")
+            raise bad_tokenizer("tokens", f"holds something that is not text at {i}")
         if len(token) > MAX_TOKEN_CHARS:
-            raise _bad("tokens", f"holds a token of {len(token)} characters at {i}")
+            raise bad_tokenizer("tokens", f"holds a token of {len(token)} characters at {i}")
     # an empty text could not be told from nothing; llama.cpp gives such tokens this name
     return tuple(token or f"[EMPTY_{i}]" for i, token in enumerate(value))
 
@@ -183,13 +180,13 @@ def _types(metadata: Mapping[str, Any], n_tokens: int) -> bytes:
     if value is None:
         return bytes([TokenType.NORMAL]) * n_tokens
     if len(value) != n_tokens:
-        raise _bad("token_type", f"has {len(value)} entries for {n_tokens} tokens")
+        raise bad_tokenizer("token_type", f"has {len(value)} entries for {n_tokens} tokens")
     try:
         types = bytes(value)
     except (TypeError, ValueError):
-        raise _bad("token_type", "holds something that is not a token type") from None
+        raise bad_tokenizer("token_type", "holds something that is not a token type") from None
     if max(types) > max(TokenType):
-        raise _bad("token_type", f"holds the unknown type {max(types)}")
+        raise bad_tokenizer("token_type", f"holds the unknown type {max(types)}")
     return types
 
 
@@ -198,9 +195,9 @@ def _scores(metadata: Mapping[str, Any], n_tokens: int) -> tuple[float, ...]:
     if value is None:
         return ()
     if len(value) != n_tokens:
-        raise _bad("scores", f"has {len(value)} entries for {n_tokens} tokens")
+        raise bad_tokenizer("scores", f"has {len(value)} entries for {n_tokens} tokens")
     if not all(isinstance(score, int | float) and math.isfinite(score) for score in value):
-        raise _bad("scores", "holds something that is not a finite number")
+        raise bad_tokenizer("scores", "holds something that is not a finite number")
     return tuple(value)
 
 
@@ -211,9 +208,9 @@ def _merges(metadata: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
     pairs: dict[tuple[str, str], None] = {}
     for i, merge in enumerate(value):
         if not isinstance(merge, str) or len(merge) > 2 * MAX_TOKEN_CHARS:
-            raise _bad("merges", f"holds something that is not a pair of tokens at {i}")
+            raise bad_tokenizer("merges", f"holds something that is not a pair of tokens at {i}")
         left, _, right = merge.partition(" ")
         if not left or not right:
-            raise _bad("merges", f"holds {_shown(merge)} at {i}, which is not two tokens")
+            raise bad_tokenizer("merges", f"holds {_shown(merge)} at {i}, which is not two tokens")
         pairs[left, right] = None  # of a pair that is there twice, the first place counts
     return tuple(pairs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,14 +63,14 @@ class Gateway:
     async def complete(
         self, model: str, prompt: str, max_tokens: int, *, experts: str = "network", trace: bool = False
     ) -> Answer:
-        """A greedy completion of a raw prompt, streamed. Raises what the gateway answered."""
+        """A greedy completion of a raw prompt, streamed, of exactly ``max_tokens``. Raises what the gateway answered."""
         text: list[str] = []
         started = time.monotonic()
         first = ended = 0.0
         usage: dict[str, Any] = {}
         kvasir: dict[str, Any] = {}
         extension = {"experts": experts, "trace": trace} if trace or experts != "network" else None
-        async for event in self._stream(model, prompt, max_tokens, extension):
+        async for event in self._stream(model, prompt, max_tokens, extension, ignore_eos=True):
             for choice in event.get("choices", ()):
                 if piece := choice.get("delta", {}).get("content"):
                     first = first or time.monotonic()
@@ -88,21 +88,22 @@ class Gateway:
             kvasir=kvasir,
         )
 
-    async def stream_text(self, model: str, prompt: str, max_tokens: int) -> AsyncIterator[str]:
+    async def stream_text(self, model: str, prompt: str, max_tokens: int) -> AsyncGenerator[str, None]:
         """Pieces of a completion as they come."""
-        async for event in self._stream(model, prompt, max_tokens, None):
+        async for event in self._stream(model, prompt, max_tokens, None, ignore_eos=False):
             for choice in event.get("choices", ()):
                 if piece := choice.get("delta", {}).get("content"):
                     yield piece
 
     async def _stream(
-        self, model: str, prompt: str, max_tokens: int, extension: dict[str, Any] | None
+        self, model: str, prompt: str, max_tokens: int, extension: dict[str, Any] | None, *, ignore_eos: bool
     ) -> AsyncIterator[dict[str, Any]]:
         body: dict[str, Any] = {
             "model": model,
             "prompt": prompt,
             "max_tokens": max_tokens,
             "temperature": 0,
+            "ignore_eos": ignore_eos,
             "stream": True,
         }
         headers = {}

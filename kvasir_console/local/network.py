@@ -17,7 +17,7 @@ import shutil
 import socket
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from kvasir_console.node.supervisor import ChildProcess, module_argv
 from kvasir_console.paths import Paths, private_directory
 from kvasir_console.wallet import commands
 from kvasir_console.wallet.chain import Chain
+from kvasir_console.wallet.localnet.auth import read_auth_file
 from kvasir_console.wallet.localnet.bootstrap import bootstrap
 from kvasir_console.wallet.vault import open_vault
 
@@ -112,6 +113,16 @@ class LocalNetwork:
         self._say(f"Waiting for {len(self.ring)} ring stages and {len(self.experts)} expert nodes")
         await asyncio.gather(*(self._serving(member) for member in (*self.ring, *self.experts)))
 
+    async def wait_ready(self, ready: Callable[[], Awaitable[bool]], what: str) -> None:
+        """Wait until the gateway says so; a process that ends meanwhile ends the wait. Raises as on entry."""
+        deadline = asyncio.get_running_loop().time() + START_TIMEOUT_S
+        while not await ready():
+            if self.failed is not None and self.failed.done():
+                raise _not_started(self.failed.result(), self.directory)
+            if asyncio.get_running_loop().time() > deadline:
+                raise _not_started(what, self.directory)
+            await asyncio.sleep(0.2)
+
     def _member(self, name: str) -> Member:
         home = private_directory(self.directory / name)
         paths = Paths.from_environment({"KVASIR_HOME": str(home)}).ensure()
@@ -142,7 +153,7 @@ class LocalNetwork:
                 self.mint = str(await bootstrap(chain, vault.key().keypair()))
 
     def chain(self) -> Chain:
-        return Chain(self.rpc_url, auth=self.rpc_auth_file.read_text().strip())
+        return Chain(self.rpc_url, auth=read_auth_file(self.rpc_auth_file))
 
     async def _start_gateway(self) -> None:
         self._say(f"Starting the gateway on {self.url}")

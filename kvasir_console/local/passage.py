@@ -19,7 +19,7 @@ from kvasir_console.engine.checkpoint.shape import ModelShape
 from kvasir_console.errors import KvasirError, LedgerError, ModelError, NetworkError
 from kvasir_console.local.chat import Answer, Gateway
 from kvasir_console.local.network import RING_MODEL, LocalNetwork, Member, Models
-from kvasir_console.wallet.settlement import RATE
+from kvasir_console.wallet.settlement import RATE, micro_text
 
 Say = Callable[[str], None]
 Report = dict[str, Any]
@@ -31,6 +31,8 @@ async def one_pass(
     network: LocalNetwork, gateway: Gateway, models: Models, prompt: str, max_tokens: int, say: Say
 ) -> Report:
     """Run the pass and return its report; ``report["checks"]`` says which of its promises held."""
+    say(f"Waiting until {models.moe_id} is loaded and its experts are joined")
+    await network.wait_ready(lambda: ready(network, gateway, models), "a model is not served")
     say(f"Ring: {prompt!r} through {len(network.ring)} stages")
     ring = await gateway.complete(RING_MODEL, prompt, max_tokens)
     say(f"Experts: the same through {models.moe_id}, experts over the network")
@@ -49,6 +51,14 @@ async def one_pass(
     report["ledger"] = await _ledger_report(network, gateway, say)
     report["checks"] = _checks(report)
     return report
+
+
+async def ready(network: LocalNetwork, gateway: Gateway, models: Models) -> bool:
+    """Whether both models answer and every expert node is joined to the trunk."""
+    served = {model["id"].split(":", 1)[-1] for model in (await gateway.get("/api/pay/models"))["models"]}
+    sessions = (await gateway.get("/api/expert-relay/sessions"))["sessions"]
+    joined = sum(1 for session in sessions if session["connected"])
+    return {models.moe_id, RING_MODEL} <= served and joined == len(network.experts)
 
 
 async def _ring_report(network: LocalNetwork, answer: Answer) -> Report:
@@ -152,7 +162,7 @@ async def _ledger_report(network: LocalNetwork, gateway: Gateway, say: Say) -> R
     return {
         "rpc_url": network.rpc_url,
         "mint": network.mint,
-        "units": str(Fraction(sum(int(row["micro_units"]) for row in rows), 10**6)),
+        "units": micro_text(sum(int(row["micro_units"]) for row in rows)),
         "micro_kvr_credited": sum(int(row["credited_micro_kvr"]) for row in rows),
         "carried": str(sum((Fraction(row["carried_micro_kvr"]) for row in rows), Fraction(0))),
         "rows": rows,

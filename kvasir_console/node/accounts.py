@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
+import logging
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from kvasir_console.config import WalletConfig
-from kvasir_console.errors import KvasirError, LedgerError
+from kvasir_console.errors import ConfigError, KvasirError, LedgerError
 from kvasir_console.node.market import GatewayInfo, Market
 from kvasir_console.node.signing import WalletSigner
 from kvasir_console.node.snapshot import EarningsView
 from kvasir_console.relay.wire.signed import ActionKind
+
+log = logging.getLogger(__name__)
 
 
 class Accounts:
@@ -41,13 +44,15 @@ class Accounts:
     async def refresh(self) -> None:
         """Raises ``NetworkError`` when the gateway cannot be read; the last values then stay."""
         status = await self._market.earnings(self._wallet)
-        totals = status.get("totals") or {}
+        totals = status.get("totals")
+        if not isinstance(totals, dict):
+            totals = {}
         claims = await self._market.claims(self._wallet)
         last: dict[str, Any] = claims[-1] if claims else {}
         self._view = EarningsView(
             micro_units=_integer(totals, "microUnits"),
             credited_micro_kvr=_integer(totals, "creditedMicroKvr"),
-            carried_micro_kvr=totals.get("carriedMicroKvr"),
+            carried_micro_kvr=_fraction(totals.get("carriedMicroKvr")),
             pending_micro_kvr=_integer(totals, "pendingMicroKvr"),
             paid_micro_kvr=_integer(totals, "paidMicroKvr"),
             wallet_micro_kvr=self._view.wallet_micro_kvr,
@@ -55,14 +60,20 @@ class Accounts:
             claim_state=str(last.get("state", "")),
             last_signature=str(last.get("signature") or ""),
         )
-        with contextlib.suppress(KvasirError):
+        try:
             await self._refresh_balance()
+        except KvasirError as error:
+            log.info("the balance on chain is not refreshed: %s", error)
 
     async def _refresh_balance(self) -> None:
         # The Solana client takes a quarter of a second to import; a node that never shows money never pays it.
         from kvasir_console.wallet.chain import Chain
 
-        auth = Path(self._config.rpc_auth_file).read_text().strip() if self._config.rpc_auth_file else None
+        file = self._config.rpc_auth_file
+        try:
+            auth = Path(file).read_text().strip() if file else None
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError("rpc_auth_unreadable", f"wallet.rpc_auth_file: {file} cannot be read.") from error
         async with Chain(self._config.rpc_url, auth=auth) as chain:
             balance = await chain.balance_micro_kvr(self._wallet, self._config.mint)
         self._view = replace(self._view, wallet_micro_kvr=balance)
@@ -74,6 +85,8 @@ class Accounts:
             LedgerError: nothing to claim, or less than the gateway's minimum.
             WalletError: the wallet is locked.
         """
+        if self._minimum is None:
+            self.learn(await self._market.config())
         await self.refresh()
         pending = self._view.pending_micro_kvr or 0
         if not self.claimable:
@@ -87,6 +100,10 @@ class Accounts:
         claim = await self._market.claim(self._wallet, message, signature)
         await self.refresh()
         return claim
+
+
+def _fraction(value: object) -> str | None:
+    return value if isinstance(value, str) and re.fullmatch(r"[0-9]{1,40}/[0-9]{1,40}", value) else None
 
 
 def _integer(values: dict[str, Any], key: str) -> int | None:

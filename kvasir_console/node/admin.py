@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import logging
 import os
 from collections.abc import Awaitable, Callable, Mapping
@@ -24,32 +25,53 @@ Handler = Callable[[control.Message], Awaitable[dict[str, Any]]]
 
 
 class AdminServer:
-    """Serves control messages with the handlers it is given."""
+    """Serves control messages with the handlers it is given.
+
+    A lock file beside the socket, held for the server's life, keeps a second node with the same home out; the kernel
+    lets it go whatever ends the first one, and the socket file that a killed node left is then replaced.
+    """
 
     def __init__(self, path: Path, handlers: Mapping[str, Handler]) -> None:
         self._path = check_socket_path(path)
         self._handlers = handlers
+        self._writers: set[asyncio.StreamWriter] = set()
 
     async def __aenter__(self) -> AdminServer:
-        if self._path.exists() and await _answers(self._path):
+        """Raises ``SystemResourceError``: another node holds this socket, or it cannot be made."""
+        try:
+            self._lock = os.open(self._path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._path.unlink(missing_ok=True)
+                previous = os.umask(0o177)
+                try:
+                    self._server = await asyncio.start_unix_server(self._serve, str(self._path))
+                finally:
+                    os.umask(previous)
+            except BaseException:
+                os.close(self._lock)
+                raise
+        except BlockingIOError as error:
             raise SystemResourceError(
                 "node_already_runs",
-                f"Another node already runs with this home (it answers on {self._path}).",
+                f"Another node already runs with this home (it holds {self._path}).",
                 "Stop it, or set KVASIR_HOME to another folder.",
-            )
-        self._path.unlink(missing_ok=True)
-        previous = os.umask(0o177)
-        try:
-            self._server = await asyncio.start_unix_server(self._serve, str(self._path))
-        finally:
-            os.umask(previous)
+            ) from error
+        except OSError as error:
+            raise SystemResourceError(
+                "socket_unavailable", f"No socket can be made at {self._path}: {error.strerror or error}."
+            ) from error
         return self
 
     async def __aexit__(self, *_: object) -> None:
         self._server.close()
+        for writer in self._writers:
+            writer.close()
         self._path.unlink(missing_ok=True)
+        os.close(self._lock)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writers.add(writer)
         try:
             while True:
                 message = await control.read_message(reader, limit=64 * 1024)
@@ -57,6 +79,7 @@ class AdminServer:
         except (EOFError, OSError, KvasirError, asyncio.CancelledError):
             pass  # the other end left, or sent something that is not a message
         finally:
+            self._writers.discard(writer)
             with contextlib.suppress(OSError):
                 writer.close()
 
@@ -68,6 +91,9 @@ class AdminServer:
             return control.reply(message, **await handler(message))
         except KvasirError as error:
             return control.failure(message, error)
+        except Exception:
+            log.exception("the verb %s failed", message.get("verb"))
+            return control.failure(message, KvasirError("internal", "The node failed on this; its log says why."))
 
 
 class AdminClient:
@@ -88,27 +114,30 @@ class AdminClient:
                 await control.write_message(writer, {"id": 1, "verb": verb, **fields})
                 message = await control.read_message(reader)
             except (OSError, EOFError) as error:
-                self._stream = None
+                await self.close()
                 raise NetworkError(
                     "no_node_there", f"No node answers on {self._path}.", "Start one with kvasir-console --headless."
                 ) from error
+            except BaseException:
+                await self.close()  # a late answer would be taken for the next call's
+                raise
         if "error" in message:
             raise KvasirError.from_dict(message["error"])
         return message
 
     async def snapshot(self) -> NodeSnapshot:
-        return NodeSnapshot.from_json((await self.call("status"))["snapshot"])
+        """Raises ``NetworkError`` as ``call``, and for a node of another version whose state reads differently."""
+        message = await self.call("status")
+        try:
+            return NodeSnapshot.from_json(message["snapshot"])
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise NetworkError(
+                "snapshot_malformed",
+                "The running node describes itself in another form than this program reads.",
+                "It is probably of another version: start it again.",
+            ) from error
 
     async def close(self) -> None:
         if self._stream is not None:
             self._stream[1].close()
             self._stream = None
-
-
-async def _answers(path: Path) -> bool:
-    try:
-        _, writer = await asyncio.open_unix_connection(str(path))
-    except OSError:
-        return False
-    writer.close()
-    return True

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
-import os
 import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Protocol
 
-from kvasir_console.errors import WalletError
+from kvasir_console.errors import KvasirError
 from kvasir_console.node.market import Market, NodeToken
+from kvasir_console.wallet import private_file
 
 EXPIRY_SKEW_S = 60.0
+_MAX_FILE_BYTES = 16 * 1024
 
 
 class Prover(Protocol):
@@ -31,6 +33,7 @@ class Credentials:
         self._wallet = wallet
         self._file = file
         self._token = self._read()
+        self._minting = asyncio.Lock()
 
     @property
     def valid(self) -> bool:
@@ -38,43 +41,38 @@ class Credentials:
         return token is not None and token.expires_at_s - EXPIRY_SKEW_S > time.time()
 
     async def get(self, *, refresh: bool = False) -> str:
-        """The token's text.
+        """The token's text. ``refresh`` mints a new one; of several callers at once, only the first does.
 
         Raises:
             WalletError: the wallet is locked and a new token must be signed for, or this wallet is not admitted.
             NetworkError: the gateway cannot be reached.
         """
-        if refresh or not self.valid or self._token is None:
-            challenge = await self._market.challenge(self._wallet)
-            signature = await self._prover.prove_participation(
-                self._market.host, self._wallet, challenge.nonce, challenge.message
-            )
-            self._token = await self._market.node_token(self._wallet, challenge.nonce, signature, time.time())
-            self._write(self._token)
-        return self._token.value
+        before = self._token
+        async with self._minting:
+            token = self._token
+            if token is None or not self.valid or (refresh and token is before):
+                token = await self._mint()
+                self._token = token
+                self._write(token)
+        return token.value
 
-    def forget(self) -> None:
-        self._token = None
-        self._file.unlink(missing_ok=True)
+    async def _mint(self) -> NodeToken:
+        challenge = await self._market.challenge(self._wallet)
+        signature = await self._prover.prove_participation(
+            self._market.host, self._wallet, challenge.nonce, challenge.message
+        )
+        return await self._market.node_token(self._wallet, challenge.nonce, signature, time.time())
 
     def _read(self) -> NodeToken | None:
-        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-            data = json.loads(self._file.read_text())
-            if data.pop("gateway") == self._market.gateway and data["wallet"] == self._wallet:
-                return NodeToken(**data)
+        """The kept token, unless it is another wallet's or gateway's, or not readable: then a new one is minted."""
+        with contextlib.suppress(KvasirError, ValueError, KeyError, RecursionError):
+            data = json.loads(private_file.read(self._file, _MAX_FILE_BYTES))
+            if not isinstance(data, dict) or data["gateway"] != self._market.gateway or data["wallet"] != self._wallet:
+                return None
+            if isinstance(data["value"], str) and isinstance(data["expires_at_s"], float):
+                return NodeToken(data["value"], self._wallet, data["expires_at_s"])
         return None
 
     def _write(self, token: NodeToken) -> None:
-        part = self._file.with_name(self._file.name + ".part")
-        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            json.dump({**asdict(token), "gateway": self._market.gateway}, file)
-        os.replace(part, self._file)
-
-
-def locked() -> WalletError:
-    return WalletError(
-        "wallet_locked",
-        "The wallet is locked and the gateway asks for a signature.",
-        "Unlock it on the console, or start with --passphrase-file.",
-    )
+        content = json.dumps({**asdict(token), "gateway": self._market.gateway})
+        private_file.write(self._file, content.encode(), replace=True)

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import httpx
 
 from kvasir_console.engine.process.client import EngineClient
-from kvasir_console.errors import NetworkError
+from kvasir_console.errors import NetworkError, SystemResourceError
 from kvasir_console.node.market import Assignment
 from kvasir_console.node.placement.plan import Plan, PlannedStage, verify_plan
 from kvasir_console.node.shards import fetch_expert_shard, fetch_stage
@@ -218,11 +218,15 @@ def choose_plan(signed: Iterable[Mapping[str, Any]], hub_key: str, wallet: str, 
 
     Raises:
         NetworkError: the gateway announces another hub key than the pinned one, or a plan's signature is wrong.
+        SystemResourceError: the pin cannot be read or written.
     """
     offered = list(signed)
     if not offered or not hub_key:
         return None
-    known = pin.read_text().strip() if pin.exists() else ""
+    try:
+        known = pin.read_text(errors="replace").strip() if pin.exists() else ""
+    except OSError as error:
+        raise _pin_unavailable(pin, error) from error
     if known and known != hub_key:
         raise NetworkError(
             "hub_key_changed",
@@ -231,5 +235,14 @@ def choose_plan(signed: Iterable[Mapping[str, Any]], hub_key: str, wallet: str, 
         )
     plans = [verify_plan(plan, hub_key) for plan in offered]
     if not known:
-        pin.write_text(hub_key + "\n")
+        try:
+            pin.write_text(hub_key + "\n")
+        except OSError as error:
+            raise _pin_unavailable(pin, error) from error
     return next((plan for plan in plans if plan.stage_of(wallet) is not None), None)
+
+
+def _pin_unavailable(pin: Path, error: OSError) -> SystemResourceError:
+    return SystemResourceError(
+        "pin_unavailable", f"The hub key in {pin} cannot be used: {error.strerror}.", "Check its permissions."
+    )

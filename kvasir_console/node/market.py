@@ -9,7 +9,7 @@ import base64
 import contextlib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -22,6 +22,11 @@ from kvasir_console.relay.tls import client_context, is_loopback
 USER_AGENT = f"kvasir-console/{__version__}"
 """Edge networks refuse library default agents with a bare 403."""
 MAX_JSON_BYTES = 4 * 2**20
+MAX_EXPERTS = 64
+"""Most experts in one assignment (contract section 2)."""
+MAX_TOKEN_LIFETIME_S = 10 * 365 * 86_400
+_OWN_CODES = ("token_refused", "wallet_locked", "signer_gone")
+"""Codes by which the node knows its own state; no server may speak in their name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +50,7 @@ class Challenge:
 
 @dataclass(frozen=True, slots=True)
 class NodeToken:
-    value: str
+    value: str = field(repr=False)
     wallet: str
     expires_at_s: float
 
@@ -82,7 +87,7 @@ class Market:
     ) -> None:
         self.gateway = check_gateway(gateway)
         parts = urlsplit(self.gateway)
-        self.host = parts.netloc
+        self.host = parts.netloc.lower()
         self.ssl_context = client_context(ca_file) if parts.scheme == "https" else None
         self._client = httpx.AsyncClient(
             base_url=self.gateway,
@@ -90,6 +95,7 @@ class Market:
             timeout=timeout_s,
             transport=transport,
             verify=self.ssl_context or False,
+            trust_env=parts.scheme == "https",  # a proxy would see what is sent in clear
         )
 
     async def close(self) -> None:
@@ -102,16 +108,19 @@ class Market:
 
     async def config(self) -> GatewayInfo:
         data = await self._json("GET", "/api/config")
-        extensions = data.get("extensions") or {}
-        minimum = data.get("minimumClaimMicroKvr")
+        extensions = data.get("extensions")
+        if not isinstance(extensions, dict):
+            extensions = {}
+        minimum: Any = data.get("minimumClaimMicroKvr")
+        wires = data.get("dispatch_wires")
         return GatewayInfo(
             mint=str(data.get("mint", "")),
-            dispatch_wires=tuple(str(wire) for wire in data.get("dispatch_wires", ())),
+            dispatch_wires=tuple(str(wire) for wire in wires) if isinstance(wires, list) else (),
             relay_token_header=bool(extensions.get("relay_token_header")),
             placement=bool(extensions.get("placement")),
             signed_actions=bool(extensions.get("signed_actions")),
             hub_key=str(extensions.get("hub_key", "")),
-            minimum_claim_micro_kvr=minimum if isinstance(minimum, int) else None,
+            minimum_claim_micro_kvr=minimum if type(minimum) is int and minimum >= 0 else None,
         )
 
     async def challenge(self, wallet: str) -> Challenge:
@@ -121,7 +130,13 @@ class Market:
     async def node_token(self, wallet: str, nonce: str, signature: bytes, now_s: float) -> NodeToken:
         body = {"wallet": wallet, "nonce": nonce, "signature": base64.b64encode(signature).decode()}
         data = await self._json("POST", "/api/auth/node-token", body=body)
-        return NodeToken(_text(data, "node_token"), wallet, now_s + float(data.get("expires_in", 0)))
+        token = _text(data, "node_token")
+        lifetime_s: Any = data.get("expires_in")
+        if type(lifetime_s) not in (int, float) or not 0 < lifetime_s <= MAX_TOKEN_LIFETIME_S:
+            raise _malformed("/api/auth/node-token", f"expires_in {lifetime_s!r}")
+        if not token.isascii() or not token.isprintable() or data.get("wallet", wallet) != wallet:
+            raise _malformed("/api/auth/node-token", "a token that is not for this wallet")
+        return NodeToken(token, wallet, now_s + lifetime_s)
 
     async def demand(self, token: str) -> dict[str, Any]:
         """What the network lacks, by model and layer; also the cheapest proof that a token is accepted."""
@@ -134,23 +149,19 @@ class Market:
             body["model"] = model
         data = await self._json("POST", "/api/expert-volunteer", token=token, body=body)
         if not data.get("assigned"):
-            return str(data.get("reason") or "The market needs no more experts now.")
+            return _printable(data.get("reason")) or "The market needs no more experts now."
         try:
-            begin, end = (int(bound) for bound in data["experts"])
-            assignment = Assignment(
-                model=safe_name(_text(data, "model")),
-                layer=int(data["layer"]),
-                begin=begin,
-                end=end,
-                n_embd=int(data["n_embd"]),
-                n_layer=int(data["n_layer"]),
-                n_expert=int(data["n_expert"]),
-            )
+            begin, end = data["experts"]
+            numbers = (data["layer"], begin, end, data["n_embd"], data["n_layer"], data["n_expert"])
         except (KeyError, TypeError, ValueError) as error:
-            raise _malformed("/api/expert-volunteer", repr(error)) from error
-        if not (0 <= begin < end <= assignment.n_expert and end - begin <= 64 and assignment.n_embd > 0):
-            raise _malformed("/api/expert-volunteer", f"experts [{begin}, {end}) of {assignment.n_expert}")
-        return assignment
+            raise _malformed("/api/expert-volunteer", f"an assignment without {error}") from error
+        if not all(type(number) is int and 0 <= number < 2**31 for number in numbers):
+            raise _malformed("/api/expert-volunteer", f"the numbers {numbers!r}")
+        a = Assignment(safe_name(_text(data, "model")), *numbers)
+        within = a.begin < a.end <= a.n_expert and a.end - a.begin <= MAX_EXPERTS and a.layer < a.n_layer
+        if not within or a.n_embd == 0:
+            raise _malformed("/api/expert-volunteer", f"experts [{begin}, {end}) of {a.n_expert}, layer {a.layer}")
+        return a
 
     async def report(self, token: str, coverage: Mapping[str, Any]) -> CoverageReply:
         data = await self._json("POST", "/api/expert-coverage", token=token, body=coverage)
@@ -158,8 +169,7 @@ class Market:
 
     async def placements(self, token: str) -> list[dict[str, Any]]:
         """Signed plans: ``{"plan": {...}, "signature": base64}``; the caller verifies them."""
-        plans = (await self._json("GET", "/api/placement", token=token)).get("plans", [])
-        return [plan for plan in plans if isinstance(plan, dict)]
+        return _objects(await self._json("GET", "/api/placement", token=token), "plans")
 
     async def earnings(self, wallet: str) -> dict[str, Any]:
         return await self._json("GET", f"/api/node/status/{wallet}")
@@ -173,8 +183,8 @@ class Market:
         return await self._json("POST", "/api/node/claim", body=body)
 
     async def claims(self, wallet: str) -> list[dict[str, Any]]:
-        claims: list[dict[str, Any]] = (await self._json("GET", f"/api/node/claims/{wallet}")).get("claims", [])
-        return claims
+        """Every claim of the wallet, oldest first."""
+        return _objects(await self._json("GET", f"/api/node/claims/{wallet}"), "claims")
 
     async def _json(
         self, method: str, path: str, *, token: str | None = None, body: Mapping[str, Any] | None = None
@@ -186,7 +196,7 @@ class Market:
         except httpx.HTTPError as error:
             raise unreachable(self.gateway, error) from error
         data: Any = None
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             data = httpx.Response(200, content=content).json() if content else {}
         if response.status_code >= 400:
             raise _refusal(path, response, data)
@@ -206,11 +216,22 @@ async def read_bounded(response: httpx.Response, limit: int) -> bytes:
 
 
 def check_gateway(url: str) -> str:
-    """The base URL without a trailing slash. Plain http is for loopback only: tokens travel on it."""
-    parts = urlsplit(url)
-    if parts.scheme not in ("https", "http") or not parts.hostname:
-        raise ConfigError("bad_gateway_url", f"{url!r} is not an http(s) URL.", "Set network.gateway.")
-    if parts.scheme == "http" and not is_loopback(parts.hostname):
+    """The base URL without a trailing slash. Plain http is for loopback only: tokens travel on it.
+
+    Raises:
+        ConfigError: another scheme, no host, a bad port, or a user, query or fragment in it.
+    """
+    try:
+        parts = urlsplit(url)
+        extra = "@" in parts.netloc or parts.query or parts.fragment
+        legal = parts.scheme in ("https", "http") and parts.hostname and parts.port != 0 and not extra
+    except ValueError:  # brackets or a port that are none
+        legal = False
+    if not legal or not url.isascii() or not url.isprintable() or " " in url:
+        raise ConfigError(
+            "bad_gateway_url", f"{url!r} is not an http(s) URL of a host.", "Set network.gateway to https://HOST."
+        )
+    if parts.scheme == "http" and not is_loopback(parts.hostname or ""):
         raise ConfigError(
             "gateway_not_encrypted",
             f"{url} is not encrypted, and {parts.hostname} is not this machine.",
@@ -248,6 +269,16 @@ def _text(data: Mapping[str, Any], key: str) -> str:
     return value
 
 
+def _objects(data: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
+    values = data.get(key)
+    return [value for value in values if isinstance(value, dict)] if isinstance(values, list) else []
+
+
+def _printable(text: object) -> str:
+    """What a server wrote, fit for a terminal."""
+    return "".join(ch for ch in str(text or "") if ch.isprintable())[:300]
+
+
 def _malformed(path: str, what: str) -> NetworkError:
     return NetworkError("reply_malformed", f"The gateway answered {path} with something else: {what[:200]}.")
 
@@ -255,11 +286,14 @@ def _malformed(path: str, what: str) -> NetworkError:
 def _refusal(path: str, response: httpx.Response, data: Any) -> KvasirError:
     """One error for each way a gateway says no, with the next step."""
     status = response.status_code
-    said: Any = data.get("error") if isinstance(data, dict) else None
-    if isinstance(said, dict):
-        said = said.get("message")
-    text = "".join(ch for ch in str(said or "") if ch.isprintable())[:300]
-    code = str(data.get("code", "")) if isinstance(data, dict) else ""
+    fields = data if isinstance(data, dict) else {}
+    said: Any = fields.get("error")
+    if isinstance(said, dict):  # OpenAI's envelope
+        fields, said = said, said.get("message")
+    text = _printable(said or fields.get("detail"))
+    code = str(fields.get("code", ""))
+    if not re.fullmatch(r"[a-z][a-z0-9_]{1,63}", code) or code in _OWN_CODES:
+        code = ""
     if status == 401:
         return WalletError("token_refused", f"The gateway refused this node's token. {text}".strip())
     if status == 403 and data is None:

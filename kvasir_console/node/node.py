@@ -158,8 +158,22 @@ class Node:
     # The life of the node
 
     async def run(self, passphrase: str | None = None) -> None:
-        """Run until ``stop``. Children, sessions and tasks are gone when it returns."""
-        await self._signer.start(self._paths.state / "signer.log")
+        """Run until ``stop``. Children, sessions and tasks are gone when it returns.
+
+        Raises:
+            WalletError: the passphrase is wrong.
+        """
+        async with contextlib.AsyncExitStack() as stack:
+            stack.push_async_callback(self._market.close)
+            await self._signer.start(self._paths.state / "signer.log")
+            stack.push_async_callback(self._signer.stop)
+            if passphrase is not None:
+                await self.unlock(passphrase)
+            await self._run()
+        self._enter(Phase.STOPPED, "The node stopped.")
+
+    async def _run(self) -> None:
+        stopping = asyncio.create_task(self._stopping.wait())
         tasks = [
             asyncio.create_task(loop, name=name)
             for name, loop in (
@@ -170,23 +184,19 @@ class Node:
             )
         ]
         try:
-            if passphrase is not None:
-                await self.unlock(passphrase)
-            stopping = asyncio.create_task(self._stopping.wait())
             await asyncio.wait({stopping, *tasks}, return_when=asyncio.FIRST_COMPLETED)
             for task in tasks:
                 if task.done():
                     task.result()  # a loop of ours ended by itself: that is a defect, let it be seen
         finally:
             self._enter(Phase.DRAINING, "The node was asked to stop.")
+            engine, *others = tasks
+            for each in (stopping, *others):
+                each.cancel()
+            await asyncio.gather(stopping, *others, return_exceptions=True)
             await self._drop_uplinks()
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            await self._engine.stop()
-            await self._signer.stop()
-            await self._market.close()
-            self._enter(Phase.STOPPED, "The node stopped.")
+            engine.cancel()  # last: the sessions that just ended were served by it
+            await asyncio.gather(engine, return_exceptions=True)
 
     async def _participate(self) -> None:
         """Walk the claim path for ever; a failure is shown, then the walk begins again."""
@@ -221,6 +231,7 @@ class Node:
         holding = self._holding
         await self._fetch(holding)
         client = await self._engine_client()
+        self._engine_changed.clear()
         self._enter(Phase.STARTING, f"The engine loads {holding.describe()}.")
         await holding.load(client, self._progress("Loading into the engine"))
         self._download = None
@@ -232,7 +243,7 @@ class Node:
         while True:
             if serve in ("auto", "ring") and info.placement:
                 plans = await self._with_token(self._market.placements)
-                pin = self._paths.state / "hub-key"
+                pin = self._paths.state / f"hub-key-{self._market.host.replace(':', '-')}"
                 plan = choose_plan(plans, info.hub_key, self.wallet, pin)
                 if plan is not None:
                     return RingHolding(plan, self.wallet, self._config.engine.context_length)
@@ -243,7 +254,7 @@ class Node:
                     return ExpertHolding(answer, self.worker_id, self.wallet)
                 reason = answer
             self._enter(Phase.VOLUNTEERING, reason, f"The market is asked again every {self._config.node.poll_s:g} s.")
-            await self._heartbeat(None)
+            await self._heartbeat(None, info)
             await self._pause(self._config.node.poll_s)
 
     async def _volunteer(self, token: str) -> Assignment | str:
@@ -267,9 +278,10 @@ class Node:
 
     async def _serve(self, holding: Holding, info: GatewayInfo) -> None:
         """Report and dial; then keep the report fresh until the engine is lost or the node stops."""
-        self._engine_changed.clear()
         while True:
-            wired = await self._heartbeat(holding)
+            if self._engine_changed.is_set():
+                raise EngineError("engine_restarted", "The engine ended while it served.", "It loads its slice again.")
+            wired = await self._heartbeat(holding, info)
             if wired and not self._uplinks:
                 self._enter(Phase.DIALLING, "The gateway waits for this node's sessions.")
                 self._dial(holding, info)
@@ -277,10 +289,8 @@ class Node:
                 self._enter(Phase.REPORTING, "The gateway has not wired a session for this slice yet.")
             self._note_serving()
             await self._pause(self._config.node.poll_s if wired else self._config.node.retry_s)
-            if self._engine_changed.is_set():
-                raise EngineError("engine_restarted", "The engine ended while it served.", "It loads its slice again.")
 
-    async def _heartbeat(self, holding: Holding | None) -> bool:
+    async def _heartbeat(self, holding: Holding | None, info: GatewayInfo) -> bool:
         """One coverage report; whether the gateway has sessions wired for what is held."""
         machine = hardware.probe(self._config.engine.device)
         report = {
@@ -292,6 +302,8 @@ class Node:
             "backend": machine.backend,
             **(holding.coverage() if holding is not None else {"model": "none", "segments": []}),
         }
+        if not info.dispatch_wires:
+            report.pop("wires", None)  # an extension, used only where it is announced
         reply = await self._with_token(lambda token: self._market.report(token, report))
         return holding is not None and (reply.wired or isinstance(holding, RingHolding))
 
@@ -431,11 +443,11 @@ class Node:
         self._log.append(f"{time.strftime('%H:%M:%S')} {line}")
 
     async def _pause(self, seconds: float) -> None:
-        """Wait, unless something that matters happens first."""
-        self._wake.clear()
+        """Wait, unless something that matters happens first or has happened since the last pause."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._wake.wait()
+        self._wake.clear()
 
 
 def _relay_view(state: UplinkState, now_s: float) -> RelayView:

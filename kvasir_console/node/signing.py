@@ -8,7 +8,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from kvasir_console.errors import WalletError
+from kvasir_console.errors import SystemResourceError, WalletError
 from kvasir_console.node.supervisor import ChildProcess, module_argv
 from kvasir_console.paths import Paths, check_socket_path
 from kvasir_console.relay.wire.signed import ActionKind, action_text
@@ -49,7 +49,11 @@ class WalletSigner:
         self._child = ChildProcess("signer", argv, log_file)
         await self._child.start()
         self._watch = asyncio.create_task(self._supervise(self._child), name="signer")
-        await self._client.wait_ready()
+        try:
+            await self._client.wait_ready()
+        except BaseException:
+            await self.stop()
+            raise
 
     async def _supervise(self, child: ChildProcess) -> None:
         """A signer that dies comes back locked: the key died with it."""
@@ -58,7 +62,13 @@ class WalletSigner:
             self.locked = True
             log.warning("%s It is started again and the wallet is locked.", report.reason)
             await asyncio.sleep(_RESTART_S)
-            await child.start()
+            while True:
+                try:
+                    await child.start()
+                    break
+                except SystemResourceError as error:
+                    log.error("%s", error)
+                await asyncio.sleep(_RESTART_S)
 
     async def stop(self) -> None:
         if self._watch is not None:

@@ -12,12 +12,21 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from kvasir_console.config import EngineConfig
 from kvasir_console.engine.process.client import EngineClient
 from kvasir_console.errors import EngineError, KvasirError, SystemResourceError
 
 log = logging.getLogger(__name__)
+
+MAX_LOG_BYTES = 4 * 2**20
+MIN_PAUSE_S, MAX_PAUSE_S = 1.0, 30.0
+STEADY_S = 60.0
+"""A run of this length resets the pause before a restart."""
+WATCH_S = 5.0
+HANG_S = 120.0
+"""An engine that answers nothing for so long is taken for hung and killed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +44,8 @@ class ExitReport:
             return f"{self.name} ended."
         if self.returncode > 0:
             return f"{self.name} ended with code {self.returncode}; its log says why."
-        name = signal.Signals(-self.returncode).name
+        known = {number.value: number.name for number in signal.Signals}
+        name = known.get(-self.returncode, f"signal {-self.returncode}")
         cause = " (the system may have been out of memory)" if self.returncode == -signal.SIGKILL else ""
         return f"{self.name} was killed by {name}{cause}."
 
@@ -73,8 +83,7 @@ class ChildProcess:
 
     async def start(self) -> None:
         """Raises ``SystemResourceError`` if the process cannot be started."""
-        self._log_file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor = os.open(self._log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        descriptor = self._open_log()
         try:
             self._process = await asyncio.create_subprocess_exec(
                 *self._argv,
@@ -91,6 +100,18 @@ class ChildProcess:
         finally:
             os.close(descriptor)
         log.info("%s runs as process %d", self.name, self._process.pid)
+
+    def _open_log(self) -> int:
+        """A descriptor to append to; a log that has grown long is set aside first, replacing the one before."""
+        try:
+            self._log_file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if self._log_file.exists() and self._log_file.stat().st_size > MAX_LOG_BYTES:
+                os.replace(self._log_file, self._log_file.with_name(self._log_file.name + ".1"))
+            return os.open(self._log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise SystemResourceError(
+                "child_not_started", f"{self.name} has no log {self._log_file}: {error.strerror}.", "Check the disk."
+            ) from error
 
     async def wait(self) -> ExitReport:
         """Wait for the end of a started child."""
@@ -115,15 +136,16 @@ class ChildProcess:
 
 
 def module_argv(module: str, *arguments: str) -> list[str]:
-    """The command line of a child that is part of this program."""
-    return [sys.executable, "-m", module, *arguments]
+    """The command line of a child that is part of this program; it dies with this process, however that ends."""
+    return [sys.executable, "-m", "kvasir_console.child", str(os.getpid()), module, *arguments]
 
 
 class Engine:
     """A supervised engine process.
 
     ``run`` starts it, calls ``on_ready`` with a connected client each time it is up, and starts it again with a
-    doubling pause (1 s to 30 s) when it ends; ``on_exit`` hears why. A run of more than a minute resets the pause.
+    doubling pause (1 s to 30 s) when it ends or hangs; ``on_exit`` hears why. A run of more than a minute resets the
+    pause.
     """
 
     def __init__(
@@ -142,7 +164,7 @@ class Engine:
         self._on_ready = on_ready
         self._on_exit = on_exit
         arguments = ["--runtime", str(runtime), "--name", name, "--device", config.device]
-        arguments += ["--threads", str(config.threads), "--parent", str(os.getpid())]
+        arguments += ["--threads", str(config.threads)]
         self._child = ChildProcess(f"engine {name}", module_argv("kvasir_console.engine.process", *arguments), log_file)
         self.restarts = 0
 
@@ -152,43 +174,68 @@ class Engine:
 
     async def run(self) -> None:
         """Supervise until cancelled."""
-        pause_s = 1.0
+        pause_s = MIN_PAUSE_S
         try:
             while True:
                 started = time.monotonic()
                 reason = await self._once()
+                if time.monotonic() - started > STEADY_S:
+                    pause_s = MIN_PAUSE_S
                 if self._on_exit is not None:
                     self._on_exit(reason)
                 log.warning("%s It is started again in %g s.", reason, pause_s)
-                pause_s = 1.0 if time.monotonic() - started > 60 else min(2 * pause_s, 30.0)
                 await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, MAX_PAUSE_S)
                 self.restarts += 1
         finally:
             await self.stop()
 
     async def _once(self) -> str:
         """One life of the process; returns why it ended."""
-        self.control_socket.unlink(missing_ok=True)
-        await self._child.start()
+        try:
+            self.control_socket.unlink(missing_ok=True)
+            await self._child.start()
+        except SystemResourceError as error:
+            return str(error)
         exited = asyncio.create_task(self._child.wait())
         connecting = asyncio.create_task(EngineClient.connect(self.control_socket))
-        ready: asyncio.Task[None] | None = None
+        tasks: list[asyncio.Task[Any]] = [exited, connecting]
         try:
-            await asyncio.wait({exited, connecting}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if not exited.done():
                 self.client = await connecting
-                ready = asyncio.create_task(self._ready(self.client))
+                watch = asyncio.create_task(self._watch(self.client))
+                tasks += [asyncio.create_task(self._ready(self.client)), watch]
+                await asyncio.wait((exited, watch), return_when=asyncio.FIRST_COMPLETED)
+                if not exited.done():
+                    await self._child.stop()
+                    return watch.result()
             return (await exited).reason
         except EngineError as error:
             await self._child.stop()
             return str(error)
         finally:
-            for task in (connecting, ready):
-                if task is not None:
-                    task.cancel()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             if self.client is not None:
                 await self.client.close()
                 self.client = None
+
+    async def _watch(self, client: EngineClient) -> str:
+        """Returns, with the reason, once an engine that still runs can no longer be talked to."""
+        while True:
+            await asyncio.sleep(WATCH_S)
+            try:
+                async with asyncio.timeout(HANG_S):
+                    await client.stats()
+            except TimeoutError:
+                return f"engine {self.name} answered nothing for {HANG_S:g} s and was stopped."
+            except KvasirError as error:
+                if client.closed:
+                    await asyncio.sleep(WATCH_S)  # the usual case: it is just ending, and its exit says more
+                    return f"engine {self.name} closed its control socket and was stopped."
+                log.debug("engine %s: %s", self.name, error)
 
     async def _ready(self, client: EngineClient) -> None:
         try:

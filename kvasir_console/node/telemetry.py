@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 
 from kvasir_console.node.snapshot import WorkView
 
@@ -32,7 +32,7 @@ class Telemetry:
     def sample(self, now: Counters, elapsed_s: float) -> None:
         """Take the counters ``elapsed_s`` seconds after the last sample."""
         last = self._last
-        if last is not None and (now.rows < last.rows or now.tokens < last.tokens):
+        if last is not None and any(new < old for new, old in zip(astuple(now), astuple(last), strict=True)):
             self._base = _add(self._base, last)
             last = Counters()
         if last is not None and elapsed_s > 0:

@@ -153,6 +153,8 @@ class Front:
             task.add_done_callback(self._connections.discard)
 
     async def _connection(self, sock: socket.socket, peer: str) -> None:
+        # asyncio would set this for a socket that names its protocol; an accepted one does not.
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         _keep_alive(sock)
         reader = asyncio.StreamReader(limit=self._head_bytes)
         protocol = asyncio.StreamReaderProtocol(reader)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import os
@@ -9,20 +10,25 @@ import signal
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from textual.app import App, SystemCommand
 from textual.message import Message
 from textual.screen import Screen
 
-from kvasir_console.errors import ExitCode, UsageError
+from kvasir_console import logs
+from kvasir_console.config import Config
+from kvasir_console.errors import ExitCode, NetworkError, UsageError
+from kvasir_console.paths import Paths
 from kvasir_console.screens.dashboard import Dashboard
 from kvasir_console.screens.dialogs import ConfirmScreen, UnlockScreen
 from kvasir_console.screens.graph import Symbols, default_symbols
 from kvasir_console.screens.line import Role, Span, line, wrap
 from kvasir_console.screens.reader import NodeView, Reader
-from kvasir_console.screens.source import SnapshotSource
+from kvasir_console.screens.source import AttachedSource, EmbeddedSource, SnapshotSource
 from kvasir_console.screens.theme import KVASIR
 from kvasir_console.screens.widgets.prompt import Prompt
+from kvasir_console.wallet.passphrase import read_passphrase
 
 INTERVAL_S = 1.0
 
@@ -189,6 +195,55 @@ async def run_app(app: ConsoleApp) -> int:
             with contextlib.suppress(ValueError):
                 loop.remove_signal_handler(number)
     return int(app.return_code or result or ExitCode.OK)
+
+
+def run_console(config: Config, arguments: argparse.Namespace) -> int:
+    """``kvasir-console`` on a terminal: the screens over the node that runs with this home, else over a new one here.
+
+    Raises:
+        KvasirError: what ended the node, or kept it from starting.
+    """
+    return asyncio.run(_console(config, arguments))
+
+
+async def _console(config: Config, arguments: argparse.Namespace) -> int:
+    paths = Paths.from_environment().ensure()
+    running = AttachedSource(paths.runtime / "node.sock", "the node that runs here")
+    try:
+        await running.snapshot()
+        return await run_app(ConsoleApp([running]))
+    except NetworkError as error:
+        if error.code != "no_node_there":
+            raise
+    finally:
+        await running.close()
+    return await _embedded(config, arguments, paths)
+
+
+async def _embedded(config: Config, arguments: argparse.Namespace, paths: Paths) -> int:
+    """A node in this process. It answers on its socket too, so that ``status`` and ``claim`` find it."""
+    from kvasir_console.node.admin import AdminServer
+    from kvasir_console.node.node import Node
+
+    logs.configure(paths.log_file)
+    passphrase = read_passphrase(
+        file=Path(arguments.passphrase_file) if arguments.passphrase_file else None,
+        fd=arguments.passphrase_fd,
+        prompt=None,
+    )
+    node = Node(config, paths)
+    app = ConsoleApp(
+        [EmbeddedSource(node, node.name)],
+        quit_warning="The node runs in this console. Quitting ends its last requests, then stops it.",
+    )
+    async with AdminServer(paths.runtime / "node.sock", node.verbs()):
+        task = asyncio.create_task(node.run(passphrase), name="node")
+        task.add_done_callback(lambda _: app.exit(int(ExitCode.FAILURE)))
+        try:
+            return await run_app(app)
+        finally:
+            node.stop()
+            await task
 
 
 async def run_local(

@@ -71,6 +71,8 @@ class Dashboard(Screen[None]):
     """Paints frames and turns keys into acts. It never asks a node anything by itself but a person's wish."""
 
     AUTO_FOCUS = ""
+    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (101, "-wide")]  # noqa: RUF012
+    VERTICAL_BREAKPOINTS = [(0, "-short"), (38, "-tall")]  # noqa: RUF012
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("question_mark", "help", "Help", key_display="?", id="help"),
         Binding("q", "app.quit", "Quit", id="quit"),
@@ -110,6 +112,7 @@ class Dashboard(Screen[None]):
         self._selected = 0
         self._views: tuple[NodeView, ...] = tuple(NodeView(source.title) for source in sources)
         self._offered: tuple[object, ...] = ()
+        self.set_class(len(sources) == 1, "-single")
 
     def compose(self) -> ComposeResult:
         yield Panel(header, widget_id="header", lively=True)

@@ -73,6 +73,9 @@ class PassphraseInput(Input):
         self.value = ""
         return value
 
+    def on_unmount(self) -> None:
+        self.take()
+
     def action_copy(self) -> None:
         """A clipboard is no place for a passphrase (OSC 52 reaches the other end of an SSH session)."""
 
@@ -100,9 +103,6 @@ class UnlockScreen(ModalScreen[bool]):
 
     def on_mount(self) -> None:
         self._say("Enter unlocks, escape leaves. The key stays in the signer.", Role.LABEL)
-
-    def on_unmount(self) -> None:
-        self._field.take()
 
     @property
     def _field(self) -> PassphraseInput:

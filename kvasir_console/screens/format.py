@@ -6,19 +6,17 @@ import re
 import time
 from urllib.parse import urlsplit
 
+from kvasir_console.wallet.token import format_kvr
+
 NA = "N/A"
-_MICRO = 1_000_000
 _FRACTION = re.compile(r"([0-9]{1,60})/([0-9]{1,60})")
 _BYTES = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _THOUSANDS = ("", "k", "M", "G", "T", "P", "E")
 
 
 def micro(value: int | None) -> str:
-    """A count of millionths as a decimal with six places, exactly: 1234567 is ``1.234567``."""
-    if value is None:
-        return NA
-    whole, rest = divmod(abs(value), _MICRO)
-    return f"{'-' if value < 0 else ''}{whole:,}.{rest:06d}"
+    """A count of millionths (micro-KVR, micro-units) with six places, exactly: 1234567 is ``1.234567``."""
+    return NA if value is None else format_kvr(value)
 
 
 def kvr(value: int | None) -> str:
@@ -35,10 +33,10 @@ def carried(value: str | None) -> str:
         return NA
     numerator, denominator = int(match[1]), int(match[2])
     if numerator == 0:
-        return "0 µKVR"
+        return "0"
     if len(value) <= 9:
-        return f"{value} µKVR"
-    return f"≈ {numerator // denominator}.{numerator * 1000 // denominator % 1000:03d} µKVR"
+        return value
+    return f"≈ {numerator // denominator}.{numerator * 1000 // denominator % 1000:03d}"
 
 
 def count(value: int | None) -> str:
@@ -85,6 +83,14 @@ def size(value: int | None) -> str:
         scaled /= 1024
         unit += 1
     return f"{scaled:.{2 if scaled < 9.995 else 1 if scaled < 99.95 else 0}f} {_BYTES[unit]}"
+
+
+def sizes(part: int | None, whole: int | None) -> str:
+    """``9.00 of 15.6 GiB``: the unit once if it is the same."""
+    first, second = size(part), size(whole)
+    if part is not None and whole is not None and first.split()[-1] == second.split()[-1]:
+        first = first.split()[0]
+    return f"{first} of {second}"
 
 
 def percent(part: int | None, whole: int | None) -> int | None:

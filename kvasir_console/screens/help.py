@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from typing import ClassVar
 
 from textual.app import App, ComposeResult
-from textual.binding import Binding, BindingType
+from textual.binding import ActiveBinding, Binding, BindingType
 from textual.containers import Vertical
-from textual.app import ActiveBinding
+from textual.screen import ModalScreen
 
 from kvasir_console.screens.line import Line, Role, Span, fit, line
 from kvasir_console.screens.widgets.scroller import Scroller

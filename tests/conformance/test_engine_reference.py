@@ -1,4 +1,4 @@
-"""The real SmolLM2 against transformers in float32 over weights that gguf-py dequantised."""
+"""The real SmolLM2, dense and upcycled, against transformers in float32 over weights that gguf-py dequantised."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ PROMPT = "The capital of France is"
 PROMPT_TOKENS = [504, 3575, 282, 4649, 314]
 """By llama.cpp's tokenizer."""
 COUNT = 32
+MOE_COUNT = 12
 
 
 def generate(stages: list[Stage], prompt: list[int], count: int) -> list[int]:
@@ -50,3 +51,11 @@ def test_greedy_tokens_are_those_of_the_reference(smollm2_path, reference_tokens
     tokens = generate(stages, prompt, COUNT)
     assert tokens == reference_tokens
     assert tokenizer.decode(tokens).startswith(" Paris")
+
+
+def test_greedy_tokens_of_the_mixture_are_those_of_the_reference(smollm2_moe_path):
+    wanted = greedy(smollm2_moe_path, PROMPT_TOKENS, MOE_COUNT)
+    with Checkpoint.open(smollm2_moe_path) as checkpoint:
+        stage = Stage.load(checkpoint, 0, 30)
+    assert sorted(stage.banks) == list(range(30))
+    assert generate([stage], PROMPT_TOKENS, MOE_COUNT) == wanted

@@ -108,14 +108,14 @@ class Llama:
     def embed(self, tokens: Tensor) -> Tensor:
         """(T,) to (T, D)."""
         assert self._embedding is not None  # noqa: S101 - the stage refuses before
-        return self._embedding[tokens]
+        return self._embedding.index_select(0, tokens)  # contiguous, whichever way the table lies
 
     def forward(self, hidden: Tensor, cache: KVCache, position: int, experts: ExpertCompute) -> Tensor:
         """(T, D) at ``position`` to (T, D); rows were reserved in ``cache`` and are committed by the caller."""
         T = hidden.shape[0]
         x = pad_rows(hidden)  # (T', D)
         eps = self._shape.norm_eps
-        turns = self._turns(position, x.shape[0])
+        turns = self._turns(position, x.shape[0]).to(hidden.device)
         mask = _causal_mask(position, T + -T % ROW_TILE, blocks_end(position + T), hidden.device)
         for index, block in enumerate(self._blocks):
             x = x + self._attention(block, index, rms_norm(x, block.attn_norm, eps), T, turns, mask, cache)
@@ -164,7 +164,7 @@ class Llama:
 
     def _turns(self, position: int, count: int) -> Tensor:
         """(count, 1, rope_dim / 2) complex64: the turn of each pair at each position from ``position`` on."""
-        positions = torch.arange(position, position + count, dtype=torch.float64, device=self._frequencies.device)
+        positions = torch.arange(position, position + count, dtype=torch.float64)
         angles = torch.outer(positions, self._frequencies)
         # In double precision up to here: at position 8192 a float32 angle is off by half a thousandth.
         return torch.complex(angles.cos().float(), angles.sin().float()).unsqueeze(1)
@@ -214,8 +214,7 @@ def _frequencies(read: WindowReader, shape: ModelShape) -> Tensor:
     frequencies = shape.rope_freq_base ** (-even / shape.rope_dim) / _linear_scaling(read.metadata)
     if "rope_freqs.weight" not in read:
         return frequencies
-    factors = read.vector("rope_freqs.weight").double()
-    return frequencies.to(factors.device) / factors
+    return frequencies / read.vector("rope_freqs.weight").cpu().double()
 
 
 def _linear_scaling(metadata: Mapping[str, Any]) -> float:

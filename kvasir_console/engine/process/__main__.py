@@ -12,7 +12,6 @@ from pathlib import Path
 import psutil
 
 from kvasir_console import logs
-from kvasir_console.child import die_with_parent
 
 
 def main() -> None:
@@ -21,9 +20,7 @@ def main() -> None:
     parser.add_argument("--name", required=True, help="name of this engine's sockets")
     parser.add_argument("--threads", type=int, default=0, help="compute threads (0: physical cores)")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--parent", type=int, default=None, help="process id to die with")
     arguments = parser.parse_args()
-    die_with_parent(arguments.parent)
     logs.configure(to_stderr=True)
     # MKL may pick another code path for another alignment of the same data; one fixed path keeps a row's bits.
     os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")

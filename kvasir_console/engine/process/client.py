@@ -24,6 +24,7 @@ Message = dict[str, Any]
 class GenerateRequest:
     """One generation. Exactly one of ``prompt``, ``messages`` and ``prompt_tokens`` is set.
 
+    ``ignore_eos`` generates past an end-of-text token, so that ``max_tokens`` is exact.
     ``experts`` is ``network`` (dispatch what remote sessions hold) or ``local`` (compute all here); ``trace`` keeps
     the logits of every sampled position and names the ``.npy`` file that holds them, (tokens, vocabulary) f32.
     """
@@ -38,6 +39,7 @@ class GenerateRequest:
     min_p: float = 0.0
     seed: int = 0
     stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
     experts: str = "network"
     trace: bool = False
 

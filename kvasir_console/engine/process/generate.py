@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import asdict
@@ -62,6 +63,7 @@ _FIELD_TYPES: dict[str, tuple[type, ...]] = {
     "min_p": (int, float),
     "seed": (int,),
     "stop": (list,),
+    "ignore_eos": (bool,),
     "experts": (str,),
     "trace": (bool,),
 }
@@ -74,7 +76,7 @@ class Generator:
         self,
         pipeline: Pipeline,
         tokenizer: Tokenizer,
-        template: ChatTemplate | None,
+        template: ChatTemplate,
         *,
         context_length: int,
         trace_directory: Path,
@@ -86,20 +88,24 @@ class Generator:
         self._trace_directory = trace_directory
         self._traces = 0
 
-    def tokenize(self, request: GenerateRequest) -> list[int]:
-        """Prompt tokens of a request, at most the context. Raises ``RequestError``."""
+    async def tokenize(self, request: GenerateRequest) -> list[int]:
+        """Prompt tokens of a request. A long text or a slow template keeps nobody else waiting.
+
+        Raises:
+            RequestError: the template refuses the messages, a token is out of range, or there is no token at all.
+        """
+        return await asyncio.to_thread(self._tokenize, request)
+
+    def close(self) -> None:
+        self._template.close()
+
+    def _tokenize(self, request: GenerateRequest) -> list[int]:
         if request.prompt_tokens is not None:
             tokens = list(request.prompt_tokens)
             if any(not 0 <= token < self._tokenizer.n_vocab for token in tokens):
                 raise RequestError("token_out_of_range", f"prompt_tokens must be in [0, {self._tokenizer.n_vocab}).")
         elif request.messages is not None:
-            if self._template is None:
-                raise RequestError(
-                    "no_chat_template",
-                    "This model has no chat template, so it cannot take messages.",
-                    "Send a raw prompt instead.",
-                )
-            tokens = self._tokenizer.encode(self._template.render(list(request.messages)), add_bos=False)
+            tokens = self._tokenizer.encode(self._template.render(list(request.messages)))
         else:
             tokens = self._tokenizer.encode(request.prompt or "")
         if not tokens:
@@ -141,7 +147,7 @@ class Generator:
         first: float | None = None
         tokens: list[int] = []
         emitted = StopScanner(request.stop)
-        decoder = self._tokenizer.stream()
+        decoder = self._tokenizer.stream(skip_special=True)
         finish = "length"
         trace_path: str | None = None
         try:
@@ -151,7 +157,7 @@ class Generator:
                 token = await sequence.step(chunk, begin, want_token=begin + len(chunk) == len(prompt))
             while token is not None:
                 first = first or time.monotonic()
-                if token in self._tokenizer.eos_ids:
+                if token in self._tokenizer.eos_ids and not request.ignore_eos:
                     finish = "stop"
                     break
                 tokens.append(token)

@@ -41,6 +41,13 @@ class Loaded:
     generator: Generator | None = None
     experts: ExpertServer | None = None
 
+    def close(self) -> None:
+        """Let go of edges and of the template's child process."""
+        if self.ring is not None:
+            self.ring.close()
+        if self.generator is not None:
+            self.generator.close()
+
     @property
     def tensor_bytes(self) -> int:
         """Bytes of weights held now, each storage counted once."""
@@ -96,8 +103,7 @@ async def _load_stage(
             tokenizer = template = None
             if stage.first:
                 tokenizer = Tokenizer.from_metadata(checkpoint.metadata)
-                if "tokenizer.chat_template" in checkpoint.metadata:
-                    template = ChatTemplate.from_metadata(checkpoint.metadata, tokenizer)
+                template = ChatTemplate.from_metadata(checkpoint.metadata, tokenizer)
             return stage, _common(checkpoint, fields) | _shape(stage.shape), tokenizer, template
 
     stage, info, tokenizer, template = await compute.run(read)
@@ -136,7 +142,7 @@ async def _load_stage(
             f"Layers [{begin}, {end}) of {stage.shape.n_layer} are part of a model, but no ring was named.",
             "A partial window serves as a stage of a ring; a trunk loads every layer.",
         )
-    if tokenizer is not None:
+    if tokenizer is not None and template is not None:
         loaded.generator = Generator(
             pipeline, tokenizer, template, context_length=context_length, trace_directory=runtime
         )

@@ -17,6 +17,7 @@ import itertools
 import logging
 import secrets
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -230,12 +231,16 @@ class RingNode:
         )
 
     def _admit(self, frame: wire.Frame) -> None:
+        admit = wire.decode_admit(frame)
         for item in frame.items:
-            admit = wire.decode_admit(frame)
             if len(self._held) >= MAX_SEQUENCES:
                 raise wire.RingError(f"rank {self.config.rank} already holds {MAX_SEQUENCES} sequences")
-            sampling = SamplingParams(**admit.params["sampling"]) if self.config.is_last else None
-            self._held[item.request_id] = _Held(self._stage.new_cache(int(admit.params["capacity"])), sampling)
+            try:
+                sampling = SamplingParams(**admit.params["sampling"]) if self.config.is_last else None
+                cache = self._stage.new_cache(int(admit.params["capacity"]))
+            except (KeyError, TypeError, ValueError, KvasirError) as error:
+                raise wire.RingError(f"an ADMIT frame is refused: {error}") from error
+            self._held[item.request_id] = _Held(cache, sampling)
 
     async def _advance(self, frame: wire.Frame) -> None:
         """Run this rank's window over the rows of a HIDDEN frame; pass them on, or sample if this is the last."""
@@ -251,7 +256,7 @@ class RingNode:
             if held is None:
                 continue  # released while the frame was on its way
             try:
-                hidden, token = await self._compute.run(lambda h=held, p=part, i=item: self._step(h, p, i))
+                hidden, token = await self._compute.run(partial(self._step, held, part, item))
             except KvasirError as error:
                 await self._refuse(item, error)
                 continue

@@ -50,8 +50,8 @@ class Engine:
             if self.active:
                 raise EngineError("engine_busy", "The engine runs requests; drain it before loading another model.")
             previous, self.loaded = self.loaded, None
-            if previous is not None and previous.ring is not None:
-                previous.ring.close()
+            if previous is not None:
+                previous.close()
             del previous  # its weights are freed before the next ones are read: never two models at once
             self.loaded = await load(fields, self.compute, self.runtime, self.device, progress)
             return self.loaded.info
@@ -185,7 +185,7 @@ class VerbSession:
         if generator is None:
             raise EngineError("no_generation_here", "This engine's window cannot begin a generation.")
         with self._engine.request():
-            prompt = generator.tokenize(request)
+            prompt = await generator.tokenize(request)
             generator.check_length(len(prompt), request.max_tokens)
             await self._send(control.reply(message, prompt_tokens=len(prompt)))
             try:
@@ -209,7 +209,7 @@ class VerbSession:
         if loaded.generator is None:
             raise EngineError("no_tokenizer_here", "This engine's window has no tokenizer.")
         fields = {key: message[key] for key in ("prompt", "messages") if message.get(key) is not None}
-        tokens = loaded.generator.tokenize(parse_request(fields))
+        tokens = await loaded.generator.tokenize(parse_request(fields))
         context_length = loaded.info["context_length"]
         await self._send(control.reply(message, tokens=len(tokens), context_length=context_length))
 

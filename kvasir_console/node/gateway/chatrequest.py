@@ -48,6 +48,8 @@ class ChatRequest:
     top_p: float
     seed: int
     stop: tuple[str, ...]
+    ignore_eos: bool = False
+    """Generate past an end-of-text token, up to the limit; as other inference servers name it."""
     experts: str = "network"
     trace: bool = False
     extended: bool = False
@@ -62,6 +64,7 @@ class ChatRequest:
             top_p=self.top_p,
             seed=self.seed,
             stop=self.stop,
+            ignore_eos=self.ignore_eos,
             experts=self.experts,
             trace=self.trace,
         )
@@ -85,6 +88,7 @@ def parse_chat(body: Mapping[str, Any]) -> ChatRequest:
         top_p=_number(body, "top_p", 1.0, 0.0, 1.0),
         seed=_seed(body.get("seed")),
         stop=_stop(body.get("stop")),
+        ignore_eos=_flag(body, "ignore_eos"),
         experts=experts,
         trace=trace,
         extended=extended,

@@ -23,9 +23,7 @@ def earnings(frame: Frame, cells: int, height: int) -> list[Line]:
         _amount("paid", seen.paid_micro_kvr, "KVR"),
         _amount("on chain", seen.wallet_micro_kvr, "KVR"),
         _amount("units", seen.micro_units, ""),
-        labelled(
-            "carried", Span(fit(fmt.carried(seen.carried_micro_kvr), _VALUE, right=True), Role.LABEL), label_width=LABEL
-        ),
+        _figure("carried", fmt.carried(seen.carried_micro_kvr), "µKVR", Role.LABEL),
         _claim(seen),
     ]
     if snapshot is not None:
@@ -34,10 +32,13 @@ def earnings(frame: Frame, cells: int, height: int) -> list[Line]:
 
 
 def _amount(label: str, value: int | None, unit: str, role: Role = Role.TEXT) -> Line:
-    shade = Role.LABEL if value is None else role
-    return labelled(
-        label, Span(fit(fmt.micro(value), _VALUE, right=True), shade), Span(f" {unit}", Role.LABEL), label_width=LABEL
-    )
+    return _figure(label, fmt.micro(value), unit, Role.LABEL if value is None else role)
+
+
+def _figure(label: str, text: str, unit: str, role: Role) -> Line:
+    """Figures end in one column, so that their points stand under each other."""
+    figure = Span(fit(text, _VALUE, right=True), role)
+    return labelled(label, figure, Span(f" {unit}", Role.LABEL), label_width=LABEL)
 
 
 def can_claim(seen: EarningsView) -> bool:

@@ -6,7 +6,7 @@ from kvasir_console.node.snapshot import MachineView
 from kvasir_console.screens import format as fmt
 from kvasir_console.screens.frame import Frame
 from kvasir_console.screens.graph import filled
-from kvasir_console.screens.line import Line, Role, Span, crop, labelled, line
+from kvasir_console.screens.line import Line, Role, Span, crop, cut_middle, labelled, line
 
 LABEL = 8
 _HIGH_PERCENT = 90
@@ -18,13 +18,20 @@ def machine(frame: Frame, cells: int, height: int) -> list[Line]:
         return [line(Span(fmt.NA, Role.LABEL))]
     seen = snapshot.machine
     cpu = None if seen.cpu_percent is None else min(100, round(seen.cpu_percent))
+    share = fmt.percent(seen.memory_used_bytes, seen.memory_total_bytes)
+    engine = "" if snapshot.engine_pid is None else f", pid {snapshot.engine_pid}"
     lines = [
-        _bar("cpu", cpu, 100, "" if cpu is None else f"{cpu}%", cells),
-        _bar("memory", seen.memory_used_bytes, seen.memory_total_bytes, _of_total(seen), cells),
-        labelled("engine", fmt.size(seen.engine_rss_bytes), label_width=LABEL),
+        _bar("cpu", cpu, cells),
+        _bar("memory", share, cells),
+        labelled(
+            "",
+            Span(fmt.sizes(seen.memory_used_bytes, seen.memory_total_bytes), Role.LABEL),
+            label_width=LABEL,
+        ),
+        labelled("engine", f"{fmt.size(seen.engine_rss_bytes)}{engine}", label_width=LABEL),
+        labelled("console", f"pid {snapshot.pid}", label_width=LABEL),
         labelled("device", seen.accelerator or fmt.NA, label_width=LABEL),
-        labelled("pids", _pids(snapshot.pid, snapshot.engine_pid), label_width=LABEL),
-        labelled("worker", Span(snapshot.worker_id or fmt.NA, Role.LABEL), label_width=LABEL),
+        labelled("worker", cut_middle(snapshot.worker_id or fmt.NA, cells - LABEL), label_width=LABEL),
     ]
     return [crop(each, cells) for each in lines[:height]]
 
@@ -37,20 +44,16 @@ def one_line(seen: MachineView, cells: int) -> Line:
     return crop([span for label, text in parts for span in (Span(label, Role.LABEL), Span(text))], cells)
 
 
-def _bar(label: str, part: int | None, whole: int | None, text: str, cells: int) -> Line:
-    if part is None or not whole:
+def _bar(label: str, percent: int | None, cells: int) -> Line:
+    if percent is None:
         return labelled(label, fmt.NA, label_width=LABEL)
-    bar_cells = max(4, min(16, cells - LABEL - len(text) - 2))
-    full = filled(part, whole, bar_cells)
-    role = Role.WARN if part * 100 >= whole * _HIGH_PERCENT else Role.ACCENT
+    bar_cells = max(4, min(16, cells - LABEL - 6))
+    full = filled(percent, 100, bar_cells)
+    role = Role.WARN if percent >= _HIGH_PERCENT else Role.ACCENT
     return labelled(
-        label, Span("█" * full, role), Span("░" * (bar_cells - full), Role.FAINT), f"  {text}", label_width=LABEL
+        label,
+        Span("█" * full, role),
+        Span("░" * (bar_cells - full), Role.FAINT),
+        f" {percent:>3}%",
+        label_width=LABEL,
     )
-
-
-def _of_total(seen: MachineView) -> str:
-    return f"{fmt.size(seen.memory_used_bytes)} of {fmt.size(seen.memory_total_bytes)}"
-
-
-def _pids(node: int, engine: int | None) -> str:
-    return f"node {node}, engine {fmt.NA if engine is None else engine}"

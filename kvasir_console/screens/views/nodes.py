@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvasir_console.screens import format as fmt
 from kvasir_console.screens.frame import Frame
 from kvasir_console.screens.line import Line, Role, Span, crop, cut_middle, fit, line, width
-from kvasir_console.screens.verdict import verdict
+from kvasir_console.screens.verdict import Answer, verdict
 from kvasir_console.screens.views.header import answer_role
 from kvasir_console.screens.views.holding import describe
 from kvasir_console.screens.views.phase import dot, word
@@ -33,43 +33,45 @@ def _around(selected: int, count: int, rows: int) -> tuple[int, int]:
 
 
 def _slice_cells(cells: int) -> int:
-    return max(0, cells - 4 - 2 - sum((_NAME, _PHASE, _RATE, _PENDING, _EARNING)) - 10)
+    return max(0, cells - 8 - sum(size + 2 for size in (_NAME, _PHASE, _RATE, _PENDING)) - _EARNING - 2)
 
 
 def _heading(cells: int) -> Line:
-    names = (
-        ("    ", 4, False), ("  name", _NAME + 2, False), ("phase", _PHASE, False), ("slice", _slice_cells(cells), False),
-        ("rate", _RATE, True), ("pending KVR", _PENDING, True), ("earning", _EARNING, False),
-    )  # fmt: skip
-    return crop([Span(fit(text, size, right=right) + "  ", Role.FAINT) for text, size, right in names], cells)
+    columns = (
+        ("", 4, False),
+        ("  name", _NAME + 2, False),
+        ("phase", _PHASE, False),
+        ("slice", _slice_cells(cells), False),
+        ("rate", _RATE, True),
+        ("pending KVR", _PENDING, True),
+        ("earning", _EARNING, False),
+    )
+    return line(Span("  ".join(fit(text, size, right=right) for text, size, right in columns), Role.FAINT))
 
 
 def _row(frame: Frame, index: int, cells: int) -> Line:
     view = frame.views[index]
-    chosen = index == frame.selected
     snapshot = view.snapshot
+    chosen = index == frame.selected
     rate, unit = headline(snapshot)
     held = snapshot.held if snapshot is not None else None
     what = "" if held is None else f"{describe(held)} · {held.model}"
     rate_text = fmt.NA if rate is None else f"{fmt.rate(rate)} {fit(unit, 8)}"
     pending = fmt.micro(snapshot.earnings.pending_micro_kvr) if snapshot is not None else fmt.NA
-    found = verdict(snapshot) if snapshot is not None and not view.lost else None
-    base = Role.FAINT if view.lost else Role.TEXT
-    mark = Span(f"{'▸' if chosen else ' '}{index + 1:>2} ", Role.ACCENT if chosen else Role.LABEL)
-    return crop(
-        [
-            mark,
-            Span("  "),
-            dot(frame, index),
-            Span(" " + fit(cut_middle(view.name, _NAME), _NAME), Role.STRONG if chosen else base),
-            Span("  " + fit(word(frame, index), _PHASE), base),
-            Span("  " + fit(what, _slice_cells(cells)), Role.FAINT if view.lost else Role.LABEL),
-            Span("  " + fit(rate_text, _RATE, right=True), base),
-            Span("  " + fit(pending, _PENDING, right=True), base),
-            Span("  " + ("unknown" if found is None else found.answer.value), Role.BAD if found is None else answer_role(found.answer)),
-        ],
-        cells,
-    )  # fmt: skip
+    found = verdict(snapshot).answer if snapshot is not None and not view.lost else Answer.UNKNOWN
+    plain, quiet = (Role.FAINT, Role.FAINT) if view.lost else (Role.TEXT, Role.LABEL)
+    columns = (
+        Span(f"{'▸' if chosen else ' '}{index + 1:>2} ", Role.ACCENT if chosen else Role.LABEL),
+        Span("  "),
+        dot(frame, index),
+        Span(" " + fit(cut_middle(view.name, _NAME), _NAME), Role.STRONG if chosen else plain),
+        Span("  " + fit(word(frame, index), _PHASE), plain),
+        Span("  " + fit(what, _slice_cells(cells)), quiet),
+        Span("  " + fit(rate_text, _RATE, right=True), plain),
+        Span("  " + fit(pending, _PENDING, right=True), plain),
+        Span("  " + found.value, answer_role(found)),
+    )
+    return crop(columns, cells)
 
 
 def strip_cell(cells: int, count: int) -> int:
@@ -83,17 +85,18 @@ def _strip(frame: Frame, cells: int) -> Line:
     spans: list[Span] = []
     for index in range(first, last):
         rate, _ = headline(frame.views[index].snapshot)
-        text = "" if rate is None else f" {fmt.rate(rate)}/s"
-        name = cut_middle(frame.views[index].name, max(4, each - 6 - len(text)))
         chosen = index == frame.selected
-        label = Span(f" {index + 1} ", Role.SELECTED if chosen else Role.LABEL)
+        name = cut_middle(frame.views[index].name, each - 7)
+        text = "" if rate is None else f" {fmt.rate(rate)}/s"
         node = [
-            label,
+            Span(f" {index + 1} ", Role.SELECTED if chosen else Role.LABEL),
+            Span(" "),
             dot(frame, index),
             Span(f" {name}", Role.STRONG if chosen else Role.TEXT),
-            Span(text, Role.LABEL),
         ]
-        spans += [*node, Span(" " * max(0, each - width(node)))]
+        if width(node) + len(text) < each:
+            node.append(Span(text, Role.LABEL))
+        spans += [*node, Span(" " * (each - width(node)))]
     return crop(line(*spans), cells)
 
 

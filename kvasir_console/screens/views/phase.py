@@ -77,7 +77,7 @@ def _paragraph(label: str, texts: list[str], role: Role) -> list[Line]:
 def progress(download: DownloadView, cells: int) -> Line:
     """``loaded  ████░░░░  45.2 of 98.4 MiB``, without a bar when the whole is not known."""
     done, total = download.done_bytes, download.total_bytes
-    text = fmt.size(done) if total is None else f"{fmt.size(done)} of {fmt.size(total)}"
+    text = fmt.size(done) if total is None else fmt.sizes(done, total)
     bar_cells = min(24, cells - LABEL - len(text) - 2)
     if total is None or bar_cells < 4:
         return labelled("done", text, label_width=LABEL)

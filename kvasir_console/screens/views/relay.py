@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvasir_console.node.snapshot import RelayView
 from kvasir_console.screens import format as fmt
 from kvasir_console.screens.frame import Frame
-from kvasir_console.screens.line import Line, Role, Span, crop, cut_middle, fit, line, wrap
+from kvasir_console.screens.line import Line, Role, Span, crop, cut_middle, fit, line, width, wrap
 
 _MARKS = {
     "open": ("●", Role.GOOD),
@@ -13,87 +13,50 @@ _MARKS = {
     "waiting": ("○", Role.WARN),
     "closed": ("○", Role.BAD),
 }
-_WIDE = 58
-_COLUMNS = (("state", 8), ("rtt", 8), ("up", 9), ("down", 9), ("for", 12))
+_NONE = "No session yet: the gateway asks for one once a slice is reported."
 
 
 def relay(frame: Frame, cells: int, height: int) -> list[Line]:
     snapshot = frame.snapshot
     sessions = () if snapshot is None else snapshot.relays
     if not sessions:
-        return (
-            [
-                line(Span("No session yet: the gateway asks for one when", Role.LABEL)),
-                line(Span("a slice is reported.", Role.LABEL)),
-            ]
-            if cells >= 46
-            else [
-                line(Span(text, Role.LABEL))
-                for text in wrap("No session yet: the gateway asks for one when a slice is reported.", cells)
-            ]
-        )
-    blocks = [_row(each, cells) if cells >= _WIDE else _block(each, cells) for each in sessions]
-    head = [_heading(cells)] if cells >= _WIDE else []
-    if cells < _WIDE and sum(map(len, blocks)) > height:
+        return [line(Span(text, Role.LABEL)) for text in wrap(_NONE, cells, height)]
+    blocks = [_block(each, frame.now_s, cells) for each in sessions]
+    if sum(map(len, blocks)) > height:
         blocks = [_short(each, cells) for each in sessions]
-    return _whole_blocks(head, blocks, height)
+    return _whole_blocks(blocks, height)
 
 
-def _whole_blocks(lines: list[Line], blocks: list[list[Line]], height: int) -> list[Line]:
+def _whole_blocks(blocks: list[list[Line]], height: int) -> list[Line]:
     """As many blocks as fit; a last line counts the rest."""
+    lines: list[Line] = []
     for index, block in enumerate(blocks):
         rest = len(blocks) - index
-        needed = len(block) if rest == 1 else len(block) + 1
-        if len(lines) + needed > height:
-            if len(lines) + len(block) <= height and rest == 1:
-                return [*lines, *block]
-            if len(lines) < height:
-                noun = "session" if rest == 1 else "sessions"
-                lines = [*lines, line(Span(f"and {rest} more {noun}" if index else f"{rest} {noun}", Role.LABEL))]
-            return lines[:height]
+        room = height - len(lines) - (1 if rest > 1 else 0)
+        if len(block) > room and index > 0:
+            return [*lines, line(Span(f"and {rest} more session{'s' if rest > 1 else ''}", Role.LABEL))][:height]
         lines = [*lines, *block]
-    return lines
+    return lines[:height]
 
 
-def _heading(cells: int) -> Line:
-    columns = [Span(fit(name, size, right=name in ("rtt", "up", "down")) + "  ", Role.FAINT) for name, size in _COLUMNS]
-    return crop([Span("  "), *columns, Span("session", Role.FAINT)], cells)
-
-
-def _row(view: RelayView, cells: int) -> list[Line]:
+def _block(view: RelayView, now_s: float, cells: int) -> list[Line]:
     glyph, role = _MARKS.get(view.state, ("○", Role.WARN))
-    values = (
-        (view.state, False, role),
-        (fmt.milliseconds(view.rtt_ms), True, Role.TEXT),
-        (fmt.size(view.bytes_up), True, Role.TEXT),
-        (fmt.size(view.bytes_down), True, Role.TEXT),
-        (fmt.duration(view.since_s), False, Role.LABEL),
+    facts = line(
+        Span(f"  {view.state}", role),
+        Span(f" for {fmt.duration(now_s - view.since_s)}", Role.LABEL),
+        Span("  rtt ", Role.LABEL),
+        Span(fmt.milliseconds(view.rtt_ms)),
     )
-    columns = [
-        Span(fit(text, size, right=right) + "  ", shade)
-        for (text, right, shade), (_, size) in zip(values, _COLUMNS, strict=True)
-    ]
-    used = 2 + sum(size + 2 for _, size in _COLUMNS)
-    name = Span(cut_middle(view.session, cells - used), Role.LABEL)
-    return [line(Span(f"{glyph} ", role), *columns, name), *_why_closed(view, cells)]
-
-
-def _block(view: RelayView, cells: int) -> list[Line]:
-    glyph, role = _MARKS.get(view.state, ("○", Role.WARN))
-    since = fmt.duration(view.since_s)
-    traffic = f"↑ {fmt.size(view.bytes_up)}  ↓ {fmt.size(view.bytes_down)}"
+    traffic = line(
+        Span("  ↑ ", Role.LABEL),
+        Span(fmt.size(view.bytes_up)),
+        Span("  ↓ ", Role.LABEL),
+        Span(fmt.size(view.bytes_down)),
+    )
+    together = (*facts, *traffic)
     return [
-        line(Span(f"{glyph} ", role), Span(cut_middle(view.session, cells - 2), Role.TEXT)),
-        crop(
-            [
-                Span(f"  {view.state}", role),
-                Span(f" {since}", Role.LABEL),
-                Span("  rtt ", Role.LABEL),
-                Span(fmt.milliseconds(view.rtt_ms)),
-            ],
-            cells,
-        ),
-        crop([Span(f"  {traffic}")], cells),
+        line(Span(f"{glyph} ", role), Span(cut_middle(view.session, cells - 2), Role.STRONG)),
+        *([together] if width(together) <= cells else [crop(facts, cells), crop(traffic, cells)]),
         *_why_closed(view, cells),
     ]
 

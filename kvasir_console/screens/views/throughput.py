@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from textual.renderables.digits import DIGITS, DIGITS3X3
+from textual.renderables.digits import DIGITS, DIGITS3X3_BOLD
 
 from kvasir_console.node.snapshot import NodeSnapshot
 from kvasir_console.screens import format as fmt
@@ -12,17 +12,22 @@ from kvasir_console.screens.line import Line, Role, Span, crop, fit, line, sprea
 from kvasir_console.screens.verdict import quiet_s
 
 _GUTTER = 7
+_ROOMY = 48
+"""From here on the digits stand apart."""
 
 
 def throughput(frame: Frame, cells: int, height: int) -> list[Line]:
+    """Head of three rows; under it as much graph as there is room for, its time axis from two rows of graph on."""
     snapshot = frame.snapshot
     rate, unit = headline(snapshot)
-    head = _head(snapshot, rate, unit, cells, frame.symbols)
-    graph_rows = height - len(head) - 2
+    lines = _head(snapshot, rate, unit, cells, frame.symbols)
     history = () if snapshot is None else snapshot.work.history
-    lines = [*head, ()] if graph_rows > 1 else head
-    if graph_rows > 1:
-        lines += _graph(history, cells, graph_rows - 1, frame.symbols)
+    room = height - len(lines)
+    if room >= 5:
+        lines.append(())
+        room -= 1
+    if room > 0:
+        lines += _graph(history, cells, room, frame.symbols)
     return [crop(each, cells) for each in lines[:height]]
 
 
@@ -31,14 +36,20 @@ def headline(snapshot: NodeSnapshot | None) -> tuple[float | None, str]:
     if snapshot is None or snapshot.held is None:
         return None, "rows/s"
     work = snapshot.work
+    if not work.history:
+        return None, "rows/s"
     if snapshot.held.kind == "layers" and work.tokens > 0:
         return work.tokens_per_s, "tokens/s"
     return work.rows_per_s, "rows/s"
 
 
 def _head(snapshot: NodeSnapshot | None, rate: float | None, unit: str, cells: int, symbols: Symbols) -> list[Line]:
-    texts = [fmt.rate(rate)] if symbols is Symbols.ASCII or rate is None else big(fmt.rate(rate))
-    role = Role.STRONG if rate else Role.LABEL
+    texts = (
+        [fmt.rate(rate)]
+        if symbols is Symbols.ASCII or rate is None
+        else big(fmt.rate(rate), gap=1 if cells >= _ROOMY else 0)
+    )
+    role = Role.ACCENT if rate else Role.LABEL
     left = [line(Span(text, role)) for text in texts]
     while len(left) < 3:
         left.append(())
@@ -72,37 +83,34 @@ def _last_work(snapshot: NodeSnapshot) -> str:
     return "now" if quiet == 0 else f"{fmt.duration(quiet)} ago"
 
 
-def _graph(history: tuple[float, ...], cells: int, rows: int, symbols: Symbols) -> list[Line]:
+def _graph(history: tuple[float, ...], cells: int, room: int, symbols: Symbols) -> list[Line]:
     columns = cells - _GUTTER
+    rows = room - 1 if room > 2 else room
     shown = history[-columns * symbols.per_column :] if columns > 0 else ()
     top = nice_top(max(shown, default=0.0))
-    axis = [
-        fit(fmt.rate(top) if top >= 10 else f"{top:g}", _GUTTER - 2, right=True),
-        *[" " * (_GUTTER - 2)] * (rows - 1),
-    ]
+    axis = [f"{top:g}", *[""] * (rows - 1)]
     if rows > 1:
-        axis[-1] = fit("0", _GUTTER - 2, right=True)
-    drawn = plot(shown, columns, rows, top, symbols)
+        axis[-1] = "0"
     lines = [
-        line(Span(label, Role.FAINT), Span("┤ ", Role.FAINT), Span(text, Role.GRAPH))
-        for label, text in zip(axis, drawn, strict=True)
+        line(Span(f"{fit(label, _GUTTER - 2, right=True)}┤ ", Role.FAINT), Span(text, Role.GRAPH))
+        for label, text in zip(axis, plot(shown, columns, rows, top, symbols), strict=True)
     ]
-    span = f"{fmt.duration(columns * symbols.per_column)} ago"
-    note = "no samples yet" if not history else "now"
-    lines.append(
-        line(Span(" " * _GUTTER), *spread(line(Span(span, Role.FAINT)), line(Span(note, Role.FAINT)), columns))
-    )
+    if rows < room:
+        span = f"{fmt.duration(columns * symbols.per_column)} ago"
+        note = "now" if history else "no samples yet"
+        ends = spread(line(Span(span, Role.FAINT)), line(Span(note, Role.FAINT)), columns)
+        lines.append(line(Span(" " * _GUTTER), *ends))
     return lines
 
 
-def big(text: str) -> list[str]:
-    """Three rows of Textual's digits; a full stop and a comma take one column."""
+def big(text: str, gap: int = 0) -> list[str]:
+    """Three rows of Textual's digits, ``gap`` columns apart; a full stop and a comma take one column."""
     rows = ["", "", ""]
     for character in text:
         if character in DIGITS:
             first = DIGITS.index(character) * 3
-            for row in range(3):
-                rows[row] += DIGITS3X3[first + row].ljust(3)
+            glyph = [DIGITS3X3_BOLD[first + row].ljust(3) for row in range(3)]
         else:
-            rows = [rows[0] + " ", rows[1] + " ", rows[2] + character]
+            glyph = [" ", " ", character]
+        rows = [row + part + " " * gap for row, part in zip(rows, glyph, strict=True)]
     return rows

@@ -70,7 +70,7 @@ class Panel(Lines):
     """Shows what a builder makes of the frame. Numbers of a node that does not answer are faded unless ``lively``."""
 
     def __init__(self, build: Builder, title: str = "", *, widget_id: str, lively: bool = False) -> None:
-        super().__init__(id=widget_id)
+        super().__init__(widget_id=widget_id)
         self._build = build
         self._lively = lively
         self._frame: Frame | None = None

@@ -13,7 +13,7 @@ from textual.widgets import Input
 from kvasir_console import logs
 from kvasir_console.screens.frame import Frame
 from kvasir_console.screens.graph import Symbols
-from kvasir_console.screens.line import Line, Role, Span, line, wrap
+from kvasir_console.screens.line import Line, Role, Span, clean, line, wrap
 from kvasir_console.screens.logbuffer import LogBuffer
 from kvasir_console.screens.widgets.scroller import Scroller
 
@@ -34,6 +34,7 @@ class LogPanel(Vertical):
         self._filter = ""
         self._unseen = 0
         self._width = 0
+        self._titles = ("", "")
 
     def compose(self) -> ComposeResult:
         yield Scroller(widget_id="log-lines")
@@ -68,6 +69,9 @@ class LogPanel(Vertical):
         elif added or self._width != self.scroller.scrollable_content_region.width:
             self._unseen = 0 if self.scroller.follows else self._unseen + added
             self._rebuild(dropped)
+        elif self._unseen and self.scroller.follows:
+            self._unseen = 0
+            self._title()
 
     def open_filter(self) -> None:
         field = self.query_one(Input)
@@ -102,16 +106,6 @@ class LogPanel(Vertical):
     def on_resize(self, _: events.Resize) -> None:
         self.call_after_refresh(self._rebuild)
 
-    def follow(self) -> None:
-        self._unseen = 0
-        self.scroller.to_end()
-        self._title()
-
-    def refresh_title(self) -> None:
-        if self.scroller.follows and self._unseen:
-            self._unseen = 0
-        self._title()
-
     def _rebuild(self, dropped: int = 0) -> None:
         scroller = self.scroller
         self._width = scroller.scrollable_content_region.width
@@ -124,8 +118,13 @@ class LogPanel(Vertical):
         self._title()
 
     def _title(self) -> None:
-        self.border_title = Content(f"Log: {self._filter}" if self._filter else "Log")
-        self.border_subtitle = Content(f"{self._unseen} new below, end to follow" if self._unseen else "")
+        titles = (
+            f"Log: {self._filter}" if self._filter else "Log",
+            f"{self._unseen} new below, end to follow" if self._unseen else "",
+        )
+        if titles != self._titles:
+            self._titles = titles
+            self.border_title, self.border_subtitle = (Content(clean(title)) for title in titles)
 
 
 def matches(text: str, wanted: str) -> bool:

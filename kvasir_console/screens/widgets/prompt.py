@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Protocol
 
 from textual import events
@@ -122,7 +122,7 @@ class PromptPanel(Vertical):
         scroller.set_rows(rows)
 
 
-async def _closable(answer: AsyncIterator[str]) -> AsyncIterator[str]:
+async def _closable(answer: AsyncIterator[str]) -> AsyncGenerator[str]:
     """``answer`` as a generator; closing it closes ``answer`` if that can be closed."""
     try:
         async for piece in answer:

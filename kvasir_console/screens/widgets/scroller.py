@@ -31,7 +31,7 @@ class Scroller(ScrollView, can_focus=True):
         return "\n".join("".join(span.text for span in spans).rstrip() for spans in shown)
 
     def set_rows(self, rows: Sequence[Line], *, dropped: int = 0) -> None:
-        """Show ``rows``. ``dropped`` former ones are gone from the top; a view that was scrolled up stays where it is."""
+        """Show ``rows``. ``dropped`` former ones are gone from the top; a view scrolled up stays where it is."""
         self._rows = list(rows)
         follows = self.follows
         self.virtual_size = Size(self.scrollable_content_region.width, len(self._rows))

@@ -19,6 +19,7 @@ from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 
 from kvasir_console.errors import ConfigError, SystemResourceError
+from kvasir_console.relay import front as front_module
 from kvasir_console.relay.front import Front
 from kvasir_console.relay.hub import Hub
 from kvasir_console.relay.tls import client_context, server_context
@@ -378,6 +379,38 @@ async def test_an_early_answer_to_a_large_upload_arrives(runtime):
         async with raw(front.port, head + bytes(2_000_000)) as (reader, _):
             assert await status_of(reader) == 413
     server.close()
+
+
+async def test_the_end_of_an_answer_is_not_cut_off_for_a_slow_client(runtime, monkeypatch):
+    # Small kernel buffers, so that the front itself still holds a part when the gateway has closed.
+    monkeypatch.setattr(front_module, "_keep_alive", lambda sock: _small_buffer(sock, socket.SO_SNDBUF))
+    body = random.Random(4).randbytes(120_000)
+    closed = asyncio.Event()
+
+    async def gateway(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n" + body)
+        writer.close()
+        await writer.wait_closed()
+        closed.set()
+
+    server = await asyncio.start_unix_server(gateway, runtime / "http.sock")
+    async with Front(Hub(Table()), runtime / "http.sock", port=0, linger_s=0.05) as front:
+        sock = socket.socket()
+        _small_buffer(sock, socket.SO_RCVBUF)
+        sock.connect(("127.0.0.1", front.port))
+        reader, writer = await asyncio.open_connection(sock=sock, limit=1024)
+        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        await asyncio.wait_for(closed.wait(), TIMEOUT_S)
+        await asyncio.sleep(0.3)  # longer than the front lingers
+        answer = await asyncio.wait_for(reader.read(), TIMEOUT_S)
+        writer.close()
+    server.close()
+    assert answer.partition(b"\r\n\r\n")[2] == body
+
+
+def _small_buffer(sock, which):
+    sock.setsockopt(socket.SOL_SOCKET, which, 4096)
 
 
 async def test_a_gateway_that_is_not_there_is_502(runtime):

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import builders
 import httpx
 from nacl.signing import SigningKey
 
@@ -37,6 +36,8 @@ from kvasir_console.node.gateway.store import Store
 from kvasir_console.relay.front import Front
 from kvasir_console.relay.hub import Hub
 from kvasir_console.wallet.keys import encode_address
+
+import builders
 
 DOMAIN = "gateway.example:8443"
 NOW = 1_790_000_000.0
@@ -231,9 +232,7 @@ async def gateway(
         [
             *openai.routes(),
             *Info(identity, store, openai, config, WalletConfig(), f"http://127.0.0.1:{front.port}").routes(),
-            *Participation(
-                identity, census, Slices(directory / "slices", catalog), rings, meter, hub, clock
-            ).routes(),
+            *Participation(identity, census, Slices(directory / "slices", catalog), rings, meter, hub, clock).routes(),
             *Payments(identity, ledger, census, minimum_micro_kvr=minimum_micro_kvr, clock=clock).routes(),
         ]
     )

@@ -20,9 +20,9 @@ _SECRETS = (
     re.compile(r"(?i)(bearer\s+)[A-Za-z0-9._~+/=-]+"),
     re.compile(r"(?i)((?:token|secret|passphrase|api[_-]?key)[\"']?\s*[:=]\s*b?[\"'])[^\"']+"),
     re.compile(r"(?i)((?:[a-z]-|_)token[\"']?\s*[:=]\s*)[^\s\"',}]+"),
-    re.compile(r"(?i)(authorization[\"']?\s*[:=,]\s*b?[\"']?(?:(?:bearer|basic)\s+)?)[^\s\"',})]+"),
+    re.compile(r"(?i)(authorization[\"']?\s*[:=,]\s*(?:b?[\"'])?(?:(?:bearer|basic)\s+)?)[^\s\"',})]+"),
 )
-_LONG_BASE58 = re.compile(r"(?<![1-9A-HJ-NP-Za-km-z])[1-9A-HJ-NP-Za-km-z]{80,88}(?![1-9A-HJ-NP-Za-km-z])")
+_LONG_BASE58 = re.compile(r"(?<![1-9A-HJ-NP-Za-km-z])[1-9A-HJ-NP-Za-km-z]{65,88}(?![1-9A-HJ-NP-Za-km-z])")
 _KEY_FILE = re.compile(r"\[\s*(?:\d{1,3}\s*,\s*){63}\d{1,3}\s*\]")
 
 

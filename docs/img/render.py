@@ -134,7 +134,7 @@ def samples() -> tuple[NodeSnapshot, ...]:
 def _history(level: float) -> tuple[float, ...]:
     """Four minutes of a rate that comes and goes."""
     wave = (math.sin(second / 9) + math.sin(second / 23 + 1) for second in range(240))
-    return tuple(round(max(0.0, level * (0.55 + 0.3 * value)), 2) if 20 < n else 0.0 for n, value in enumerate(wave))
+    return tuple(round(max(0.0, level * (0.55 + 0.3 * value)), 2) if n > 20 else 0.0 for n, value in enumerate(wave))
 
 
 async def render(folder: Path) -> None:

@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from textual.app import App, SystemCommand
@@ -23,7 +24,7 @@ from kvasir_console.paths import Paths
 from kvasir_console.screens.dashboard import Dashboard
 from kvasir_console.screens.dialogs import ConfirmScreen, UnlockScreen
 from kvasir_console.screens.graph import Symbols, default_symbols
-from kvasir_console.screens.line import Role, Span, line, wrap
+from kvasir_console.screens.line import Role, Span, clean, line, wrap
 from kvasir_console.screens.reader import NodeView, Reader
 from kvasir_console.screens.source import AttachedSource, EmbeddedSource, SnapshotSource
 from kvasir_console.screens.theme import KVASIR
@@ -128,7 +129,7 @@ class ConsoleApp(App[int]):
 
     def action_local_action(self, index: int) -> None:
         action = self._actions[index]
-        self.dashboard.act(action.run(), f"action-{index}")
+        self.dashboard.act(action.run, f"action-{index}")
 
     async def action_quit(self) -> None:
         """Quit; where that stops a node, ask first. Asked twice it quits."""
@@ -152,15 +153,15 @@ class ConsoleApp(App[int]):
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:  # noqa: ARG002
         """Themes and every key of the dashboard. No screenshot: a file of the screen is not what a wallet wants."""
         yield SystemCommand("Theme", "Change the colours", self.action_change_theme)
-        seen: set[str] = set()
+        for index, name in enumerate(self.dashboard.names):
+            yield SystemCommand(f"Node {clean(name)}", "Show this node", partial(self.dashboard.action_select, index))
+        skipped = {"Select node", "Commands", "Back"}
         for active in self.dashboard.active_bindings.values():
             binding = active.binding
-            if binding.system or not active.enabled or binding.description in {*seen, "", "palette", "Commands"}:
-                continue
-            seen.add(binding.description)
-            yield SystemCommand(
-                binding.description, f"Key {self.get_key_display(binding)}", self._runs(binding.action, active.node)
-            )
+            if active.enabled and (binding.id or binding.show) and binding.description not in skipped:
+                skipped.add(binding.description)
+                about = f"Key {self.get_key_display(binding)}"
+                yield SystemCommand(binding.description, about, self._runs(binding.action, active.node))
 
     def _runs(self, action: str, node: object) -> Callable[[], Awaitable[None]]:
         async def run() -> None:

@@ -89,7 +89,7 @@ class Dashboard(Screen[None]):
             for number in range(1, 10)
         ),
         Binding("r", "read_only", "Read-only on or off", show=False, id="read-only"),
-        Binding("escape", "back", "Back", show=False, id="back"),
+        Binding("escape", "back", "Back", id="back"),
         Binding("colon", "app.command_palette", "Commands", key_display=":", show=False, id="commands"),
     ]
 
@@ -154,7 +154,6 @@ class Dashboard(Screen[None]):
         frame = self.frame
         with self.app.batch_update():
             self.app.set_class(self._symbols is Symbols.ASCII, "-ascii")
-            self.set_class(self._symbols is Symbols.ASCII, "-ascii")
             for panel in self.query(Panel):
                 panel.show(frame)
             self.query_one(LogPanel).show(frame)
@@ -186,11 +185,17 @@ class Dashboard(Screen[None]):
                 return len(self._sources) > 1
             case "select":
                 return len(self._sources) > 1 and int(cast(int, parameters[0])) < len(self._sources)
+            case "back":
+                return self.focused is not None or self.has_class("-show-log") or self.has_class("-show-prompt")
             case "read_only":
                 return not self._always_read_only
         return True
 
     # Selecting and looking
+
+    @property
+    def names(self) -> list[str]:
+        return [view.name for view in self._views]
 
     def action_select(self, index: int) -> None:
         if 0 <= index < len(self._sources) and index != self._selected:
@@ -265,7 +270,7 @@ class Dashboard(Screen[None]):
 
         def decided(yes: bool | None) -> None:
             if yes:
-                self.act(source.claim(), "claim")
+                self.act(source.claim, "claim")
 
         self.app.push_screen(
             ConfirmScreen("Claim", _claim_lines(snapshot, possible), yes="Claim", possible=possible), decided
@@ -282,17 +287,21 @@ class Dashboard(Screen[None]):
 
         def decided(yes: bool | None) -> None:
             if yes:
-                self.act(_said(f"The wallet of {view.name} is unlocked."), "unlock")
+                self.say(f"The wallet of {view.name} is unlocked.", "information")
+                self.run_worker(cast("ConsoleApp", self.app).read_now(), group="read")
 
         self.app.push_screen(UnlockScreen(view.name, source.unlock), decided)
 
-    def act(self, act: Awaitable[str], group: str) -> None:
-        """Carry out ``act`` beside the screen, show what it says, read again."""
-        self.run_worker(self._carry_out(act), group=group, exclusive=True)
+    def act(self, act: Callable[[], Awaitable[str]], group: str) -> None:
+        """Carry out ``act`` beside the screen, show what it says, read again. One of a group at a time."""
+        if any(worker.group == group and not worker.is_finished for worker in self.workers):
+            self.say("That is still under way.", "warning")
+            return
+        self.run_worker(self._carry_out(act), group=group)
 
-    async def _carry_out(self, act: Awaitable[str]) -> None:
+    async def _carry_out(self, act: Callable[[], Awaitable[str]]) -> None:
         try:
-            self.say(await act, "information")
+            self.say(await act(), "information")
         except KvasirError as error:
             self.say(str(error), "error")
         except Exception as error:
@@ -319,7 +328,3 @@ def _claim_lines(snapshot: NodeSnapshot, possible: bool) -> list[Line]:
         else f"Below the gateway's minimum of {fmt.kvr(seen.minimum_claim_micro_kvr)}. It accrues with the work."
     )
     return lines + [line(Span(row, Role.LABEL if possible else Role.WARN)) for row in wrap(text, 58)]
-
-
-async def _said(text: str) -> str:
-    return text

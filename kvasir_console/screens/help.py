@@ -29,7 +29,9 @@ class HelpScreen(ModalScreen[None]):
         with Vertical(classes="dialog help") as dialog:
             dialog.border_title = "Keys"
             dialog.border_subtitle = "escape closes"
-            yield Scroller(widget_id="help-lines")
+            scroller = Scroller(widget_id="help-lines")
+            scroller.styles.height = len(self._lines)
+            yield scroller
 
     def on_mount(self) -> None:
         self.query_one(Scroller).follows = False
@@ -46,28 +48,26 @@ class HelpScreen(ModalScreen[None]):
 
 
 def key_lines(app: App[int], bindings: Iterable[ActiveBinding]) -> list[Line]:
-    """One line for each action: its keys, what it does, and the id by which a keymap can move it."""
+    """One line for each of our actions: its keys, what it does, and the id by which a keymap can move it."""
     keys: dict[str, list[str]] = {}
     first: dict[str, ActiveBinding] = {}
     for active in bindings:
-        binding = active.binding
-        if not binding.description or binding.system:
-            continue
-        action = binding.id or binding.action
-        keys.setdefault(action, []).append(app.get_key_display(binding))
-        first.setdefault(action, active)
+        name = active.binding.description
+        if active.binding.id or active.binding.show or name in first:
+            keys.setdefault(name, []).append(app.get_key_display(active.binding))
+            first.setdefault(name, active)
     return [
         line(
-            Span(fit(" ".join(_runs(keys[action])), _KEYS), Role.ACCENT),
-            Span(fit(active.binding.description, _NAME), Role.TEXT if active.enabled else Role.FAINT),
+            Span(fit(_run(keys[name]), _KEYS), Role.ACCENT),
+            Span(fit(name, _NAME), Role.TEXT if active.enabled else Role.FAINT),
             Span(active.binding.id or "", Role.FAINT),
         )
-        for action, active in first.items()
+        for name, active in first.items()
     ]
 
 
-def _runs(keys: list[str]) -> list[str]:
+def _run(keys: list[str]) -> str:
     """``1 2 3 4`` as ``1-4``."""
     if len(keys) > 2 and all(key.isdigit() for key in keys):
-        return [f"{keys[0]}-{keys[-1]}"]
-    return keys
+        return f"{keys[0]}-{keys[-1]}"
+    return " ".join(keys)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -83,10 +84,17 @@ class AttachedSource:
             raise
 
     async def claim(self) -> str:
-        return claim_text((await self._acting.call("claim"))["claim"])
+        return claim_text((await self._act("claim"))["claim"])
 
     async def unlock(self, passphrase: str) -> None:
-        await self._acting.call("unlock", passphrase=passphrase)
+        await self._act("unlock", passphrase=passphrase)
+
+    async def _act(self, verb: str, **fields: str) -> Mapping[str, Any]:
+        try:
+            return await self._acting.call(verb, **fields)
+        except asyncio.CancelledError:
+            await self._acting.close()  # its answer must not be taken for the next one's
+            raise
 
     async def close(self) -> None:
         await self._reading.close()

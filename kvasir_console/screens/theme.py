@@ -23,6 +23,7 @@ KVASIR = Theme(
         "footer-description-foreground": "#93a0ae",
         "block-cursor-foreground": "#0f141a",
         "block-cursor-background": "#6fb3c8",
+        "button-focus-text-style": "bold",
         "scrollbar": "#2b3845",
         "scrollbar-background": "#131a21",
         "scrollbar-hover": "#3a4a59",

@@ -71,7 +71,8 @@ def _choose_path(phrase: str, wanted: str | None, *, ask: bool) -> str | None:
         mark = "*" if number == chosen else " "
         print(f"{mark} {number + 1}. {account.address:44}  {account.path or NO_PATH}", file=sys.stderr)
     if ask and wanted is None:
-        answer = input(f"Which one is yours? [{chosen + 1}] ").strip() or str(chosen + 1)
+        print(f"Which one is yours? [{chosen + 1}] ", end="", file=sys.stderr, flush=True)
+        answer = sys.stdin.readline().strip() or str(chosen + 1)
         if not (answer.isdecimal() and 1 <= int(answer) <= len(offered)):
             raise UsageError("no_such_account", f"{answer!r} is none of the numbers.", "Nothing was kept; try again.")
         chosen = int(answer) - 1

@@ -22,12 +22,22 @@ log = logging.getLogger(__name__)
 
 
 class Generation:
-    """Events of one request. ``cancel`` may be called at any time, also after the end."""
+    """One request: its events, and what is known of it so far."""
 
-    def __init__(self, task: asyncio.Task[None], events: asyncio.Queue[Event | KvasirError], begun: float) -> None:
-        self._task = task
-        self._events = events
-        self._begun = begun
+    def __init__(
+        self, backend: Backend, slots: Slots, request: GenerateRequest, request_id: str, prompt_tokens: int
+    ) -> None:
+        self._backend = backend
+        self._slots = slots
+        self._request = request
+        self._request_id = request_id
+        self._prompt_tokens = prompt_tokens
+        self._tokens: list[int] = []
+        self._done: DoneEvent | None = None
+        self._events: asyncio.Queue[Event | KvasirError] = asyncio.Queue()
+        self._begun_s = time.monotonic()
+        self._running = True
+        self._task: asyncio.Task[None] | None = None
         self.first_token_ms: float | None = None
 
     async def next(self) -> Event:
@@ -36,11 +46,73 @@ class Generation:
         if isinstance(event, KvasirError):
             raise event
         if self.first_token_ms is None:
-            self.first_token_ms = (time.monotonic() - self._begun) * 1e3
+            self.first_token_ms = (time.monotonic() - self._begun_s) * 1e3
         return event
 
     def cancel(self) -> None:
-        self._task.cancel()
+        """Stop generating. What is over by itself is left to finish its record."""
+        if self._running and self._task is not None:
+            self._running = False
+            self._task.cancel()
+
+    def start(self, store: Store, clock: Callable[[], float]) -> asyncio.Task[None]:
+        self._task = asyncio.create_task(self._run(store, clock), name=f"generation-{self._request_id}")
+        return self._task
+
+    async def _run(self, store: Store, clock: Callable[[], float]) -> None:
+        """Generate, record, and only then show the end: what a caller saw finished has been counted."""
+        end: Event | KvasirError
+        try:
+            async with self._slots.hold():
+                await asyncio.to_thread(
+                    store.begin_request, self._request_id, self._backend.info.model_id, int(clock())
+                )
+                end = await self._generate()
+                self._running = False
+                await self._record(store, int(clock()), end)
+        except asyncio.CancelledError:
+            end = _cancelled()  # while it waited for a slot
+        except KvasirError as error:
+            end = error
+        self._events.put_nowait(end)
+
+    async def _generate(self) -> Event | KvasirError:
+        """Hand tokens on; returns how it ended."""
+        try:
+            async with contextlib.aclosing(self._backend.generate(self._request)) as events:
+                async for event in events:
+                    if isinstance(event, DoneEvent):
+                        self._done = event
+                    else:
+                        self._tokens.append(event.token)
+                        self._events.put_nowait(event)
+        except asyncio.CancelledError:
+            return _cancelled()  # what was generated until then is still to be recorded
+        except KvasirError as error:
+            return error
+        except Exception as error:
+            log.exception("the generation %s failed", self._request_id)
+            return EngineError("engine_failed", f"The answer failed: {type(error).__name__}.", "Try again.")
+        return self._done or EngineError("engine_gone", "The engine ended the answer before it was complete.")
+
+    async def _record(self, store: Store, now: int, end: Event | KvasirError) -> None:
+        ring, done = self._backend.info.ring, self._done
+        prompt = done.prompt_tokens if done is not None else self._prompt_tokens
+        record = RequestRecord(
+            request_id=self._request_id,
+            prompt_tokens=prompt,
+            completion_tokens=len(self._tokens),
+            finish=end.code if isinstance(end, KvasirError) else done.finish_reason if done is not None else "",
+            tokens=tuple(self._tokens),
+            ring=ring.plan.ring if ring else "",
+            generation=ring.plan.generation if ring else 0,
+            plan=ring.text if ring else "",
+            token_rows=proven_rows(prompt, len(self._tokens), done is not None) if ring else 0,
+        )
+        try:
+            await asyncio.to_thread(store.finish_request, record, now)
+        except KvasirError as error:
+            log.error("the request %s is not recorded: %s", self._request_id, error)
 
 
 class Generations:
@@ -49,100 +121,44 @@ class Generations:
     def __init__(self, store: Store, clock: Callable[[], float] = time.time) -> None:
         self._store = store
         self._clock = clock
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._running: dict[asyncio.Task[None], Generation] = {}
 
     @property
     def running(self) -> int:
-        return len(self._tasks)
+        return len(self._running)
 
     def start(
         self, backend: Backend, slots: Slots, request: GenerateRequest, request_id: str, prompt_tokens: int
     ) -> Generation:
-        events: asyncio.Queue[Event | KvasirError] = asyncio.Queue()
-        run = self._run(backend, slots, request, request_id, prompt_tokens, events)
-        task = asyncio.create_task(run, name=f"generation-{request_id}")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return Generation(task, events, time.monotonic())
+        generation = Generation(backend, slots, request, request_id, prompt_tokens)
+        task = generation.start(self._store, self._clock)
+        self._running[task] = generation
+        task.add_done_callback(self._ended)
+        return generation
+
+    async def idle(self) -> None:
+        """Wait until every generation that runs now is recorded."""
+        if self._running:
+            await asyncio.wait(set(self._running))
 
     async def close(self, timeout_s: float = 10.0) -> None:
         """Cancel what runs and wait until it is recorded."""
-        running = set(self._tasks)
-        for task in running:
-            task.cancel()
-        if running:
-            _, late = await asyncio.wait(running, timeout=timeout_s)
-            if late:
-                log.warning("%d generations did not end within %g s", len(late), timeout_s)
-
-    async def _run(
-        self,
-        backend: Backend,
-        slots: Slots,
-        request: GenerateRequest,
-        request_id: str,
-        prompt_tokens: int,
-        events: asyncio.Queue[Event | KvasirError],
-    ) -> None:
-        tokens: list[int] = []
-        done: DoneEvent | None = None
-        finish = "cancelled"
-        begun = False
+        for generation in self._running.values():
+            generation.cancel()
         try:
-            async with slots.hold():
-                await asyncio.to_thread(
-                    self._store.begin_request, request_id, backend.info.model_id, int(self._clock())
-                )
-                begun = True
-                async with contextlib.aclosing(backend.generate(request)) as stream:
-                    async for event in stream:
-                        if isinstance(event, DoneEvent):
-                            done, finish = event, event.finish_reason
-                        else:
-                            tokens.append(event.token)
-                        events.put_nowait(event)
-            if done is None:
-                raise EngineError("engine_gone", "The engine ended the answer before it was complete.", "Try again.")
-        except asyncio.CancelledError:
-            events.put_nowait(EngineError("cancelled", "The answer was cancelled.", "Ask again."))
-            raise
-        except KvasirError as error:
-            finish = error.code
-            events.put_nowait(error)
-        except Exception as error:
-            log.exception("the generation %s failed", request_id)
-            finish = "engine_failed"
-            events.put_nowait(EngineError("engine_failed", f"The answer failed: {type(error).__name__}.", "Try again."))
-        finally:
-            if begun:
-                await self._record(backend, request_id, prompt_tokens, tokens, done, finish)
+            async with asyncio.timeout(timeout_s):
+                await self.idle()
+        except TimeoutError:
+            log.warning("%d generations did not end within %g s", self.running, timeout_s)
 
-    async def _record(
-        self,
-        backend: Backend,
-        request_id: str,
-        prompt_tokens: int,
-        tokens: list[int],
-        done: DoneEvent | None,
-        finish: str,
-    ) -> None:
-        ring = backend.info.ring
-        prompt = done.prompt_tokens if done is not None else prompt_tokens
-        record = RequestRecord(
-            request_id=request_id,
-            prompt_tokens=prompt,
-            completion_tokens=len(tokens),
-            finish=finish,
-            tokens=tuple(tokens),
-            ring=ring.plan.ring if ring else "",
-            generation=ring.plan.generation if ring else 0,
-            plan=ring.text if ring else "",
-            token_rows=proven_rows(prompt, len(tokens), done is not None) if ring else 0,
-        )
-        try:
-            await asyncio.shield(asyncio.to_thread(self._store.finish_request, record, int(self._clock())))
-        except KvasirError as error:
-            log.error("the request %s is not recorded: %s", request_id, error)
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        del self._running[task]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("a generation failed", exc_info=error)
+
+
+def _cancelled() -> EngineError:
+    return EngineError("cancelled", "The answer was cancelled.", "Ask again.")
 
 
 def proven_rows(prompt_tokens: int, completion_tokens: int, done: bool) -> int:

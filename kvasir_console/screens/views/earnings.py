@@ -18,7 +18,7 @@ def earnings(frame: Frame, cells: int, height: int) -> list[Line]:
     seen = EarningsView() if snapshot is None else snapshot.earnings
     lines = [
         _amount("pending", seen.pending_micro_kvr, "KVR", Role.STRONG),
-        labelled("", *_claimable(seen), label_width=LABEL),
+        labelled("", *_claimable(seen, cells - LABEL), label_width=LABEL),
         _amount("credited", seen.credited_micro_kvr, "KVR"),
         _amount("paid", seen.paid_micro_kvr, "KVR"),
         _amount("on chain", seen.wallet_micro_kvr, "KVR"),
@@ -46,19 +46,17 @@ def can_claim(seen: EarningsView) -> bool:
     return seen.pending_micro_kvr is not None and seen.pending_micro_kvr >= max(seen.minimum_claim_micro_kvr or 1, 1)
 
 
-def _claimable(seen: EarningsView) -> Line:
+def _claimable(seen: EarningsView, cells: int) -> Line:
     pending, minimum = seen.pending_micro_kvr, seen.minimum_claim_micro_kvr
     if minimum is None:
         return line(Span("minimum claim N/A", Role.LABEL))
     if can_claim(seen):
         return line(Span("can be claimed now", Role.GOOD))
-    full = filled(pending, minimum, 8)
     share = fmt.percent(pending, minimum)
-    return line(
-        Span("█" * full, Role.ACCENT),
-        Span("░" * (8 - full), Role.FAINT),
-        Span(f" {'' if share is None else f'{share}% of '}{_trimmed(minimum)} KVR", Role.LABEL),
-    )
+    text = f" {'' if share is None else f'{share}% of '}{_trimmed(minimum)} KVR"
+    bar_cells = max(0, min(8, cells - len(text)))
+    full = filled(pending, minimum, bar_cells)
+    return line(Span("█" * full, Role.ACCENT), Span("░" * (bar_cells - full), Role.FAINT), Span(text, Role.LABEL))
 
 
 def _trimmed(value: int) -> str:

@@ -41,12 +41,13 @@ def _whole_blocks(blocks: list[list[Line]], height: int) -> list[Line]:
 
 def _block(view: RelayView, now_s: float, cells: int) -> list[Line]:
     glyph, role = _MARKS.get(view.state, ("○", Role.WARN))
-    facts = line(
-        Span(f"  {view.state}", role),
-        Span(f" for {fmt.duration(now_s - view.since_s)}", Role.LABEL),
-        Span("  rtt ", Role.LABEL),
-        Span(fmt.milliseconds(view.rtt_ms)),
-    )
+    name = line(Span(f"{glyph} ", role), Span(cut_middle(view.session, cells - 2), Role.STRONG))
+    state = line(Span(f"  {view.state}", role), Span(f" for {fmt.duration(now_s - view.since_s)}", Role.LABEL))
+    if view.state != "open":
+        retry = "" if view.retry_in_s is None else f", again in {fmt.duration(view.retry_in_s)}"
+        why = [line(Span(f"  {text}", Role.WARN)) for text in wrap(view.last_close, cells - 2, 2)]
+        return [name, crop([*state, Span(retry)], cells), *why]
+    facts = line(*state, Span("  rtt ", Role.LABEL), Span(fmt.milliseconds(view.rtt_ms)))
     traffic = line(
         Span("  ↑ ", Role.LABEL),
         Span(fmt.size(view.bytes_up)),
@@ -54,26 +55,18 @@ def _block(view: RelayView, now_s: float, cells: int) -> list[Line]:
         Span(fmt.size(view.bytes_down)),
     )
     together = (*facts, *traffic)
-    return [
-        line(Span(f"{glyph} ", role), Span(cut_middle(view.session, cells - 2), Role.STRONG)),
-        *([together] if width(together) <= cells else [crop(facts, cells), crop(traffic, cells)]),
-        *_why_closed(view, cells),
-    ]
+    return [name, *([together] if width(together) <= cells else [crop(facts, cells), crop(traffic, cells)])]
 
 
 def _short(view: RelayView, cells: int) -> list[Line]:
+    """One line; a second one says why a session is not open."""
     glyph, role = _MARKS.get(view.state, ("○", Role.WARN))
     state = fmt.milliseconds(view.rtt_ms) if view.state == "open" else view.state
-    traffic = fit(fmt.size(view.bytes_up + view.bytes_down), 9, right=True)
+    traffic = fit(fmt.size(view.bytes_up + view.bytes_down), 10, right=True)
     name = fit(cut_middle(view.session, cells - 22), cells - 22)
-    first = line(Span(f"{glyph} ", role), Span(name), Span(fit(state, 10, right=True), role), Span(f" {traffic}"))
-    return [first, *_why_closed(view, cells, most=1)]
-
-
-def _why_closed(view: RelayView, cells: int, most: int = 3) -> list[Line]:
-    """Indented lines under a session that is not open."""
+    first = line(Span(f"{glyph} ", role), Span(name), Span(fit(state, 10, right=True), role), Span(traffic))
     if view.state == "open":
-        return []
+        return [first]
     retry = "" if view.retry_in_s is None else f"again in {fmt.duration(view.retry_in_s)}"
-    text = "; ".join(part for part in (retry, view.last_close.strip()) if part)
-    return [line(Span(f"  {each}", Role.WARN)) for each in wrap(text, cells - 2, most)]
+    why = "; ".join(part for part in (retry, view.last_close.strip()) if part)
+    return [first, *(line(Span(f"  {text}", Role.WARN)) for text in wrap(why, cells - 2, 1))]

@@ -44,15 +44,10 @@ def headline(snapshot: NodeSnapshot | None) -> tuple[float | None, str]:
 
 
 def _head(snapshot: NodeSnapshot | None, rate: float | None, unit: str, cells: int, symbols: Symbols) -> list[Line]:
-    texts = (
-        [fmt.rate(rate)]
-        if symbols is Symbols.ASCII or rate is None
-        else big(fmt.rate(rate), gap=1 if cells >= _ROOMY else 0)
-    )
+    plain = symbols is Symbols.ASCII or rate is None
+    texts = ["", fmt.rate(rate), ""] if plain else big(fmt.rate(rate), gap=1 if cells >= _ROOMY else 0)
     role = Role.ACCENT if rate else Role.LABEL
     left = [line(Span(text, role)) for text in texts]
-    while len(left) < 3:
-        left.append(())
     units = ["", unit, "" if snapshot is None else _last_work(snapshot)]
     column = max(width(each) for each in left) + 2
     rows = _totals(snapshot)
@@ -64,11 +59,14 @@ def _head(snapshot: NodeSnapshot | None, rate: float | None, unit: str, cells: i
 
 
 def _totals(snapshot: NodeSnapshot | None) -> list[Line]:
-    work = None if snapshot is None or snapshot.held is None else snapshot.work
+    """Three totals; unknown before the first sample. A stage of layers has no pairs, it has tokens."""
+    held = None if snapshot is None else snapshot.held
+    work = None if snapshot is None or held is None or not snapshot.work.history else snapshot.work
+    layers = held is not None and held.kind == "layers"
     values = (
         ("requests", None if work is None else work.requests),
         ("rows", None if work is None else work.rows),
-        ("pairs", None if work is None else work.pairs),
+        ("tokens" if layers else "pairs", None if work is None else work.tokens if layers else work.pairs),
     )
     return [
         line(Span(f"{label} ", Role.LABEL), Span(fit(fmt.compact(value), 5, right=True))) for label, value in values

@@ -41,7 +41,7 @@ class PromptPanel(Vertical):
         self._question = ""
         self._answer = ""
         self._error = ""
-        self._task: asyncio.Task[None] | None = None
+        self._answering: asyncio.Task[None] | None = None
 
     def compose(self) -> ComposeResult:
         yield Scroller(widget_id="prompt-answer")
@@ -57,14 +57,14 @@ class PromptPanel(Vertical):
 
     @property
     def busy(self) -> bool:
-        return self._task is not None and not self._task.done()
+        return self._answering is not None and not self._answering.done()
 
     def open(self) -> None:
         self.query_one(Input).focus()
 
     async def cancel(self) -> None:
         """Stop the answer that is being written, if there is one."""
-        task, self._task = self._task, None
+        task, self._answering = self._answering, None
         if task is not None:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -76,7 +76,7 @@ class PromptPanel(Vertical):
             return
         self._question, self._answer, self._error = event.value, "", ""
         event.input.value = ""
-        self._task = asyncio.create_task(self._ask(self._question), name="prompt")
+        self._answering = asyncio.create_task(self._ask(self._question), name="prompt")
 
     def on_resize(self, _: events.Resize) -> None:
         self.call_after_refresh(self._draw)

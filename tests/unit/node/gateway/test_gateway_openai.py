@@ -32,8 +32,7 @@ def sdk(served: Gateway, **fields: Any) -> openai.AsyncOpenAI:
 
 async def recorded(served: Gateway, request_id: str) -> dict[str, Any]:
     """The request's row, once its generation has ended."""
-    while served.generations.running:
-        await asyncio.sleep(0)
+    await served.generations.idle()
     row = served.store.request(request_id)
     assert row is not None
     return dict(row)
@@ -301,8 +300,9 @@ async def test_too_many_requests_wait_then_are_refused(tmp_path: Path) -> None:
         async with httpx.AsyncClient(transport=transport, base_url="http://gateway", timeout=30) as client:
             body = {"model": "m1", "messages": HELLO}
             asking = [asyncio.create_task(client.post(CHAT, json=body)) for _ in range(MAX_CONCURRENT + MAX_WAITING)]
-            while served.generations.running < MAX_CONCURRENT + MAX_WAITING:
-                await asyncio.sleep(0.01)
+            async with asyncio.timeout(30):
+                while served.generations.running < MAX_CONCURRENT + MAX_WAITING:  # noqa: ASYNC110 - they come by socket
+                    await asyncio.sleep(0.01)
             assert len(backend.requests) <= MAX_CONCURRENT
             refused = await client.post(CHAT, json=body)
             assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
@@ -345,8 +345,7 @@ async def test_a_ring_is_credited_the_rows_that_its_tokens_prove(
     async with gateway(tmp_path, [backend], models) as served:
         backend.info = BackendInfo(DENSE, "Dense", served.rings[DENSE])
         await served.client.post(CHAT, json={"model": DENSE, "messages": HELLO})
-        while served.generations.running:
-            await asyncio.sleep(0)
+        await served.generations.idle()
         reply = await served.client.get("/api/contributions", headers=served.service)
     found = {row["node_id"]: (row["micro_units"], row["rows"]) for row in reply.json()["contributions"]}
     # One of four layers, and three of four: a quarter and three quarters of 1000 micro-units a row.

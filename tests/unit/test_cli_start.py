@@ -1,0 +1,255 @@
+"""The command line as a person meets it: real processes, their exit codes, and what they load."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvasir_console import __version__, cli
+from kvasir_console.errors import ExitCode
+from kvasir_console.wallet import vault
+
+DATA = Path(__file__).parents[1] / "data" / "conformance"
+CASE = json.loads((DATA / "wallet_derivation.json").read_text())["phrases"][0]
+PHRASE, PASSPHRASE = CASE["mnemonic"], "correct horse battery"
+KVASIR_PATH = "m/44'/501'/0'/0'"
+ADDRESSES = {key["path"] or "none": key["address"] for key in CASE["keys"]}
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> Path:
+    file = tmp_path / "passphrase"
+    file.write_text(PASSPHRASE + "\n")
+    file.chmod(0o600)
+    return file
+
+
+def console(*arguments: str, stdin: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run the program without a terminal."""
+    return subprocess.run(
+        [sys.executable, "-m", "kvasir_console", *arguments],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        start_new_session=True,
+        env={**os.environ, **environment},
+        check=False,
+    )
+
+
+def failed(result: subprocess.CompletedProcess[str], code: ExitCode, *words: str) -> None:
+    """One message and one next step on stderr, nothing on stdout, and the documented code."""
+    assert result.returncode == code, result.stderr
+    assert result.stdout == ""
+    lines = result.stderr.splitlines()
+    assert len(lines) <= 2
+    assert lines[0].startswith("kvasir-console: ")
+    for word in words:
+        assert word in result.stderr
+
+
+def loaded_by(code: str) -> set[str]:
+    """The top-level modules a fresh interpreter has after ``code``."""
+    script = f"{code}\nimport sys, json\nprint(json.dumps(sorted({{name.partition('.')[0] for name in sys.modules}})))"
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    return set(json.loads(result.stdout.splitlines()[-1]))
+
+
+def test_the_version_is_said_without_loading_anything_heavy():
+    start = (
+        "from kvasir_console.cli import main\n"
+        "try:\n    main(['--version'])\nexcept SystemExit as end:\n    assert end.code == 0"
+    )
+    modules = loaded_by(start)
+    assert not modules & {
+        "torch",
+        "textual",
+        "rich",
+        "httpx",
+        "numpy",
+        "gguf",
+        "nacl",
+        "solders",
+        "starlette",
+        "psutil",
+    }
+    result = console("--version")
+    assert (result.returncode, result.stdout) == (0, f"kvasir-console {__version__}\n")
+
+
+def test_a_node_without_screens_never_loads_them_nor_torch():
+    node = (
+        "import kvasir_console.headless, kvasir_console.node.node, kvasir_console.node.admin\n"
+        "import kvasir_console.node.gateway.service"
+    )
+    modules = loaded_by(node)
+    assert not modules & {"textual", "torch"}
+    assert {"httpx", "starlette"} <= modules  # what was asked for did load
+    # httpx loads rich for its own command line where it finds it; nothing here needs it.
+    assert "httpx" in loaded_by(f"import sys\nsys.modules.update(rich=None, textual=None, torch=None)\n{node}")
+
+
+def test_without_a_terminal_the_way_on_is_named():
+    failed(console(), ExitCode.USAGE, "terminal", "--headless")
+
+
+def test_an_unknown_command_is_a_usage_error():
+    result = console("lokal")
+    assert (result.returncode, result.stdout) == (ExitCode.USAGE, "")
+    assert "local" in result.stderr
+
+
+def test_a_misspelt_key_is_answered_with_the_right_one(home):
+    failed(console("--headless", "--set", "node.max_expert=3"), ExitCode.USAGE, "max_expert", "'max_experts'")
+    failed(console("--headless", KVASIR_NODE_SERV="all"), ExitCode.USAGE, "KVASIR_NODE_SERV", "'serve'")
+    (home / "config").mkdir(parents=True)
+    (home / "config" / "config.toml").write_text("[node]\npol_s = 1\n")
+    failed(console("wallet", "address"), ExitCode.USAGE, "config.toml", "'poll_s'")
+
+
+def test_a_setting_before_or_behind_the_command_counts(home):
+    for arguments in (("--set", "gateway.prt=1", "gateway"), ("gateway", "--set", "gateway.prt=1")):
+        failed(console(*arguments), ExitCode.USAGE, "'port'")
+    both = console("--set", "gateway.prt=1", "gateway", "--set", "gateway.host=x")
+    failed(both, ExitCode.USAGE, "'port'")
+
+
+def test_a_setting_nobody_reads_is_refused():
+    failed(console("--set", "node.name=x", "status"), ExitCode.USAGE, "--set", "status")
+    failed(console("--headless", "--set", "node.name"), ExitCode.USAGE, "section.key=value")
+
+
+def test_options_before_a_command_are_kept():
+    parse = cli._parser().parse_args
+    assert parse(["--headless", "local"]).headless
+    assert not parse(["local"]).headless
+    assert parse(["--passphrase-file", "f", "wallet", "create"]).passphrase_file == "f"
+    assert parse(["wallet", "unlock", "--passphrase-fd", "3"]).passphrase_fd == 3
+    assert parse(["wallet", "create"]).passphrase_file is None
+
+
+def test_without_a_wallet_the_command_that_makes_one_is_named(home):
+    for arguments in (("--headless",), ("wallet", "address")):
+        failed(console(*arguments), ExitCode.WALLET, str(home), "kvasir-console wallet create")
+
+
+def test_without_a_node_its_commands_say_so(home, secret):
+    for arguments in (("status",), ("wallet", "claim"), ("wallet", "unlock", "--passphrase-file", str(secret))):
+        failed(console(*arguments), ExitCode.NETWORK, "No node", "kvasir-console --headless")
+
+
+def test_a_wrong_passphrase_ends_the_start(home, tmp_path):
+    vault.create_vault(home / "data" / "vault.json", PHRASE, PASSPHRASE, cost=vault.KdfCost(2, 19 * 1024))
+    wrong = tmp_path / "wrong"
+    wrong.write_text("not the passphrase")
+    wrong.chmod(0o600)
+    result = console("--headless", "--passphrase-file", str(wrong), KVASIR_NETWORK_GATEWAY="http://127.0.0.1:1")
+    failed(result, ExitCode.WALLET, "passphrase", "vault.json", "Try again")
+    assert "not the passphrase" not in "".join(log.read_text() for log in (home / "state").glob("*.log"))
+    wrong.chmod(0o644)
+    failed(console("--headless", "--passphrase-file", str(wrong)), ExitCode.WALLET, "chmod 600")
+
+
+def test_a_wallet_is_made_once_and_replaced_only_by_force(home, secret):
+    arguments = ("--set", "wallet.kdf=interactive", "wallet", "create", "--passphrase-file", str(secret))
+    made = console(*arguments, "--words", "12")
+    assert made.returncode == 0, made.stderr
+    address = made.stdout.strip()
+    shown = [word for line in made.stderr.splitlines()[1:] for word in line.split() if word.isalpha()]
+    assert len(shown) == 12
+    file = home / "data" / "vault.json"
+    assert json.loads(file.read_text())["kdf"]["mem_kib"] == 64 * 1024
+    assert console("wallet", "address").stdout == f"{address}\n"
+    assert json.loads(console("wallet", "address", "--json").stdout) == {"address": address}
+
+    failed(console(*arguments), ExitCode.WALLET, str(file), "--force")
+    assert console("wallet", "address").stdout == f"{address}\n"
+    replaced = console(*arguments, "--force")
+    assert replaced.returncode == 0
+    assert replaced.stdout.strip() != address
+    (kept,) = file.parent.glob("vault.json.*.bak")
+    assert json.loads(kept.read_text())["accounts"][0]["address"] == address
+
+    # The words that were shown are the way back to the first wallet.
+    restored = console(
+        *("wallet", "import", "--force", "--passphrase-file", str(secret)),
+        stdin=" ".join(shown),
+        KVASIR_WALLET_KDF="interactive",
+    )
+    assert restored.stdout.strip() == address
+
+
+def test_a_wallet_without_a_passphrase_is_not_made(home):
+    failed(console("wallet", "create"), ExitCode.USAGE, "--passphrase-file")
+    assert not (home / "data" / "vault.json").exists()
+
+
+def test_an_import_shows_every_address_before_it_keeps_one(home, secret):
+    arguments = ("--set", "wallet.kdf=interactive", "wallet", "import", "--passphrase-file", str(secret))
+
+    refused = console(*arguments, "--path", "m/44/501", stdin=PHRASE)
+    failed(refused, ExitCode.WALLET, "m/44/501")
+    assert not (home / "data" / "vault.json").exists()
+
+    for path, address in ADDRESSES.items():
+        extra = () if path == KVASIR_PATH else ("--path", path)
+        result = console(*arguments, *extra, "--force", stdin=f"  {PHRASE.upper()} \n")
+        assert result.returncode == 0, result.stderr
+        assert result.stdout == f"{address}\n"
+        (chosen,) = [line for line in result.stderr.splitlines() if line.startswith("*")]
+        assert address in chosen
+        assert all(other in result.stderr for other in ADDRESSES.values())
+
+
+def test_bad_words_are_refused_before_a_passphrase_is_asked_for(home):
+    bad = " ".join([*PHRASE.split()[:-1], "zoo"])
+    failed(console("wallet", "import", stdin=bad), ExitCode.WALLET)
+    failed(console("wallet", "import"), ExitCode.WALLET, "No words")
+    assert not (home / "data" / "vault.json").exists()
+
+
+def test_a_reader_that_leaves_is_no_error():
+    command = f"{sys.executable} -m kvasir_console models list --json | head -c 0; exit ${{PIPESTATUS[0]}}"
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=False)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_a_defect_is_one_line_for_a_person_and_a_traceback_in_the_log(home):
+    script = (
+        "import sys\nfrom kvasir_console import cli\n"
+        "def broken(*_):\n    raise ZeroDivisionError('node_token=abcdefgh')\n"
+        "cli._run = broken\nsys.exit(cli.main(['status']))"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    log = home / "state" / "console.log"
+    failed(result, ExitCode.FAILURE, "ZeroDivisionError", str(log))
+    assert "Traceback" in log.read_text()
+    assert "abcdefgh" not in log.read_text()
+
+
+def test_a_refusal_of_the_system_names_the_file(monkeypatch, capsys):
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device", "/data/x")
+
+    monkeypatch.setattr(cli, "_run", full)
+    assert cli.main(["status"]) == ExitCode.RESOURCE
+    assert capsys.readouterr().err == "kvasir-console: The system refused: No space left on device (/data/x).\n"
+
+
+def test_an_interrupt_has_its_own_code(monkeypatch):
+    def interrupted(*_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_run", interrupted)
+    assert cli.main(["status"]) == ExitCode.INTERRUPTED

@@ -197,8 +197,8 @@ class Market:
             raise unreachable(self.gateway, error) from error
         data: Any = None
         with contextlib.suppress(ValueError, RecursionError):
-            data = httpx.Response(200, content=content).json() if content else {}
-        if response.status_code >= 400:
+            data = httpx.Response(200, content=content).json()
+        if not response.is_success:  # a redirect is none: the token goes to the configured host only
             raise _refusal(path, response, data)
         if not isinstance(data, dict):
             raise _malformed(path, "not a JSON object")

@@ -32,6 +32,8 @@ from kvasir_console.screens.widgets.prompt import Prompt
 from kvasir_console.wallet.passphrase import read_passphrase
 
 INTERVAL_S = 1.0
+_NO_MARKUP = str.maketrans("[]\\", "()/")
+"""The palette reads its commands as markup; a node's name is not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +156,8 @@ class ConsoleApp(App[int]):
         """Themes and every key of the dashboard. No screenshot: a file of the screen is not what a wallet wants."""
         yield SystemCommand("Theme", "Change the colours", self.action_change_theme)
         for index, name in enumerate(self.dashboard.names):
-            yield SystemCommand(f"Node {clean(name)}", "Show this node", partial(self.dashboard.action_select, index))
+            plain = clean(name).translate(_NO_MARKUP)
+            yield SystemCommand(f"Node {index + 1}: {plain}", "Show it", partial(self.dashboard.action_select, index))
         skipped = {"Select node", "Commands", "Back"}
         for active in self.dashboard.active_bindings.values():
             binding = active.binding

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from enum import StrEnum
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
+_NOTHING = 1e-9
 _ASCII_LEVELS = " .:#"
 # Bits of U+2800 from the bottom dot up, for the left and the right column of a cell (Unicode, chapter 21).
 _BRAILLE_DOTS = ((0x40, 0x04, 0x02, 0x01), (0x80, 0x20, 0x10, 0x08))
@@ -42,7 +43,7 @@ def default_symbols(env: Mapping[str, str] | None = None) -> Symbols:
 
 def nice_top(peak: float) -> float:
     """The least of 1, 2, 5 times a power of ten that is not below ``peak``: a scale that seldom changes."""
-    if peak <= 0:
+    if not peak > _NOTHING:
         return 1.0
     base: float = 10.0 ** math.floor(math.log10(peak))
     return next(step * base for step in (1, 2, 5, 10) if step * base >= peak * (1 - 1e-9))

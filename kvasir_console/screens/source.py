@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from kvasir_console.errors import KvasirError, NetworkError
 from kvasir_console.node.admin import AdminClient
 from kvasir_console.node.snapshot import NodeSnapshot
 from kvasir_console.screens import format as fmt
@@ -70,31 +68,13 @@ class AttachedSource:
         self._acting = AdminClient(path)
 
     async def snapshot(self) -> NodeSnapshot:
-        """Raises ``NetworkError`` when nothing answers, or a node of another version does."""
-        try:
-            return await self._reading.snapshot()
-        except (TypeError, KeyError, ValueError, AttributeError) as error:
-            raise NetworkError(
-                "snapshot_not_understood",
-                "The node that runs there describes itself in another way than this console knows.",
-                "Restart it, so that both are the same version.",
-            ) from error
-        except KvasirError:
-            await self._reading.close()
-            raise
+        return await self._reading.snapshot()
 
     async def claim(self) -> str:
-        return claim_text((await self._act("claim"))["claim"])
+        return claim_text((await self._acting.call("claim"))["claim"])
 
     async def unlock(self, passphrase: str) -> None:
-        await self._act("unlock", passphrase=passphrase)
-
-    async def _act(self, verb: str, **fields: str) -> Mapping[str, Any]:
-        try:
-            return await self._acting.call(verb, **fields)
-        except asyncio.CancelledError:
-            await self._acting.close()  # its answer must not be taken for the next one's
-            raise
+        await self._acting.call("unlock", passphrase=passphrase)
 
     async def close(self) -> None:
         await self._reading.close()

@@ -16,6 +16,7 @@ from kvasir_console.relay.hub import Hub
 Event = TokenEvent | DoneEvent
 Messages = tuple[dict[str, Any], ...]
 ENTRY_TIMEOUT_S = 5.0
+"""How long a request waits for rank 0 to dial in, which it does again at once after a lost session."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +103,10 @@ class TrunkBackend(_ClientBackend):
 class RingBackend(_ClientBackend):
     """Rank 0 of a ring, over the entry session it dialled; the stream is opened once and serves every request."""
 
-    def __init__(self, info: BackendInfo, ring: PlannedRing, hub: Hub, timeout_s: float = ENTRY_TIMEOUT_S) -> None:
+    def __init__(self, info: BackendInfo, ring: PlannedRing, hub: Hub) -> None:
         super().__init__(info)
         self._ring_id = ring.plan.ring
         self._hub = hub
-        self._timeout_s = timeout_s
         self._client: EngineClient | None = None
         self._opening = asyncio.Lock()
 
@@ -118,7 +118,7 @@ class RingBackend(_ClientBackend):
         async with self._opening:
             if self._client is None or self._client.closed:
                 await self.close()
-                self._client = EngineClient(*await self._hub.open_entry(self._ring_id, self._timeout_s))
+                self._client = EngineClient(*await self._hub.open_entry(self._ring_id, ENTRY_TIMEOUT_S))
             return self._client
 
     async def close(self) -> None:

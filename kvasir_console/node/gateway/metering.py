@@ -15,7 +15,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,10 +99,15 @@ class Meter:
         self._known: dict[tuple[str, str], _Known] = {}
         self._bytes: Callable[[], Iterable[SessionCount]] = tuple
         self._written: dict[tuple[str, str, str], tuple[int, ...]] = {}
+        self._read_engines: Callable[[], Awaitable[None]] | None = None
 
     def watch_bytes(self, sessions: Callable[[], Iterable[SessionCount]]) -> None:
         """Where the hub's byte counts come from."""
         self._bytes = sessions
+
+    def watch_engines(self, read: Callable[[], Awaitable[None]]) -> None:
+        """What enters a fresh reading of every engine: a list of contributions is never older than its request."""
+        self._read_engines = read
 
     def admitted(self, session: str, wallet: str, worker_id: str, model: str, platform: Mapping[str, str]) -> None:
         """Remember which worker a session belongs to.
@@ -157,7 +162,9 @@ class Meter:
             self._written |= {_key(row): _figures(row) for row in changed}
 
     async def contributions(self) -> list[Contribution]:
-        """Everything metered, cumulative by run."""
+        """Everything metered up to now, cumulative by run."""
+        if self._read_engines is not None:
+            await self._read_engines()
         return await asyncio.to_thread(self._read)
 
     def _write(self, rows: Iterable[Contribution]) -> None:

@@ -115,7 +115,6 @@ class GatewayService:
 
     async def settle(self) -> int:
         """Read every counter and credit what grew, now; the micro-KVR credited."""
-        await self._trunks.read(self._meter)
         return await self._settler.poll()
 
     async def _start(self) -> None:
@@ -139,6 +138,7 @@ class GatewayService:
         self._trunks = Trunks(trunks)
         self._hub = Hub(HubAuthority(self._identity, self._census, rings, self._trunks, self._meter, self._clock))
         self._meter.watch_bytes(self._hub.sessions)
+        self._meter.watch_engines(lambda: self._trunks.read(self._meter))
         for number, model in enumerate(catalog.values()):
             if model.placement == "ring":
                 ring = rings[model.id]

@@ -116,18 +116,23 @@ class Trunks:
 
     def __init__(self, trunks: Mapping[str, Trunk]) -> None:
         self._trunks = trunks
+        self._reading = asyncio.Lock()
 
     def data_socket(self, model: str) -> Path | None:
         trunk = self._trunks.get(model)
         return None if trunk is None else trunk.data_socket
 
     async def read(self, meter: Meter) -> None:
-        """One reading of every engine; one that fails does not keep the others from theirs."""
-        for trunk in self._trunks.values():
-            try:
-                await trunk.read(meter)
-            except KvasirError as error:
-                log.warning("the work of %s cannot be read: %s", trunk.model.id, error)
+        """One reading of every engine; one that fails does not keep the others from theirs.
+
+        One at a time: an older reading must not be written over a newer one.
+        """
+        async with self._reading:
+            for trunk in self._trunks.values():
+                try:
+                    await trunk.read(meter)
+                except KvasirError as error:
+                    log.warning("the work of %s cannot be read: %s", trunk.model.id, error)
 
     async def run(self) -> None:
         """Supervise all until cancelled."""

@@ -6,7 +6,7 @@ from kvasir_console.node.snapshot import SliceView
 from kvasir_console.screens import format as fmt
 from kvasir_console.screens.frame import Frame
 from kvasir_console.screens.graph import window
-from kvasir_console.screens.line import Line, Role, Span, cut_middle, labelled, line, spread
+from kvasir_console.screens.line import Line, Role, Span, crop, cut_middle, labelled, line, spread
 from kvasir_console.screens.views.machine import one_line
 
 LABEL = 9
@@ -20,7 +20,7 @@ def holding(frame: Frame, cells: int, height: int) -> list[Line]:
     lines = [line(Span("No slice is held.", Role.LABEL))] if held is None else _slice(held, cells)
     if snapshot is not None and cells < 48:
         lines = [*lines[: height - 1], one_line(snapshot.machine, cells)]
-    return lines[:height]
+    return [crop(each, cells) for each in lines[:height]]
 
 
 def _slice(held: SliceView, cells: int) -> list[Line]:

@@ -7,7 +7,7 @@ from kvasir_console.node.snapshot import DownloadView
 from kvasir_console.screens import format as fmt
 from kvasir_console.screens.frame import Frame
 from kvasir_console.screens.graph import filled
-from kvasir_console.screens.line import Line, Role, Span, labelled, line, wrap
+from kvasir_console.screens.line import Line, Role, Span, crop, labelled, line, wrap
 
 LABEL = 7
 
@@ -52,7 +52,7 @@ def phase(frame: Frame, cells: int, height: int) -> list[Line]:
     lines += _paragraphs(why, next_action, cells, room)
     if download is not None:
         lines.append(progress(download, cells))
-    return lines[:height]
+    return [crop(each, cells) for each in lines[:height]]
 
 
 def _paragraphs(why: str, next_action: str, cells: int, room: int) -> list[Line]:

@@ -1,0 +1,194 @@
+"""The participation token: signed for, kept privately, renewed in time and only once."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import stat
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+from nacl.signing import SigningKey
+from solders.pubkey import Pubkey
+
+from kvasir_console.errors import NetworkError, WalletError
+from kvasir_console.node.credentials import EXPIRY_SKEW_S, Credentials
+from kvasir_console.node.market import Market
+from kvasir_console.relay.wire.signed import bridge_challenge_text, check_node_token, mint_node_token
+from kvasir_console.wallet.keys import verify
+
+KEY = SigningKey(bytes(range(32)))
+WALLET = str(Pubkey.from_bytes(bytes(KEY.verify_key)))
+OTHER = str(Pubkey.from_bytes(bytes(SigningKey(bytes(32)).verify_key)))
+GATEWAY = "http://127.0.0.1:8791"
+SECRET = "a gateway's secret"
+
+
+class Gate:
+    """A gateway that checks the signature as the contract says."""
+
+    def __init__(self, lifetime_s: int = 3600) -> None:
+        self.lifetime_s = lifetime_s
+        self.minted: list[str] = []
+        self.nonces: list[str] = []
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/api/auth/challenge":
+            nonce = f"{len(self.nonces):032x}"
+            self.nonces.append(nonce)
+            return httpx.Response(200, json={"nonce": nonce, "message": bridge_challenge_text(WALLET, nonce)})
+        body = json.loads(request.content)
+        text = bridge_challenge_text(body["wallet"], body["nonce"]).encode()
+        if not verify(body["wallet"], text, base64.b64decode(body["signature"])):
+            return httpx.Response(401, json={"error": "bad signature"})
+        token = mint_node_token(SECRET, body["wallet"], int(time.time()) + self.lifetime_s + len(self.minted))
+        self.minted.append(token)
+        return httpx.Response(200, json={"node_token": token, "wallet": body["wallet"], "expires_in": self.lifetime_s})
+
+    def market(self, gateway: str = GATEWAY) -> Market:
+        return Market(gateway, transport=httpx.MockTransport(self))
+
+
+class Prover:
+    def __init__(self, *, locked: bool = False) -> None:
+        self.locked = locked
+        self.hosts: list[str] = []
+
+    async def prove_participation(self, host: str, wallet: str, nonce: str, message: str) -> bytes:
+        self.hosts.append(host)
+        await asyncio.sleep(0)  # another caller gets its turn here
+        if self.locked:
+            raise WalletError("wallet_locked", "The wallet is locked.")
+        return KEY.sign(message.encode()).signature
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    tmp_path.chmod(0o700)
+    return tmp_path / "node-token.json"
+
+
+async def test_a_token_is_minted_once_and_accepted_by_its_gateway(file):
+    gate, prover = Gate(), Prover()
+    credentials = Credentials(gate.market(), prover, WALLET, file)
+    assert not credentials.valid
+    token = await credentials.get()
+    assert check_node_token(SECRET, token, time.time()) == WALLET
+    assert await credentials.get() == token
+    assert credentials.valid
+    assert len(gate.minted) == 1
+    assert prover.hosts == ["127.0.0.1:8791"]
+
+
+async def test_the_token_outlives_the_program_in_a_private_file(file):
+    gate = Gate()
+    token = await Credentials(gate.market(), Prover(), WALLET, file).get()
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    locked = Prover(locked=True)  # nothing has to be signed for what is kept
+    assert await Credentials(gate.market(), locked, WALLET, file).get() == token
+    assert locked.hosts == []
+
+
+async def test_a_token_of_another_wallet_or_gateway_is_not_used(file):
+    gate = Gate()
+    await Credentials(gate.market(), Prover(), WALLET, file).get()
+    assert not Credentials(gate.market(), Prover(), OTHER, file).valid
+    assert not Credentials(gate.market("http://127.0.0.1:9999"), Prover(), WALLET, file).valid
+    assert Credentials(gate.market(), Prover(), WALLET, file).valid
+
+
+async def test_a_refused_token_is_renewed_and_replaces_the_kept_one(file):
+    gate = Gate()
+    credentials = Credentials(gate.market(), Prover(), WALLET, file)
+    first = await credentials.get()
+    second = await credentials.get(refresh=True)
+    assert first != second
+    assert await Credentials(gate.market(), Prover(locked=True), WALLET, file).get() == second
+
+
+async def test_many_callers_at_once_mint_one_token(file):
+    gate = Gate()
+    credentials = Credentials(gate.market(), Prover(), WALLET, file)
+    tokens = await asyncio.gather(*(credentials.get() for _ in range(8)))
+    assert (len(set(tokens)), len(gate.minted)) == (1, 1)
+    renewed = await asyncio.gather(*(credentials.get(refresh=True) for _ in range(8)))
+    assert (len(set(renewed)), len(gate.minted)) == (1, 2)
+    assert renewed[0] != tokens[0]
+
+
+async def test_a_token_near_its_end_is_renewed(file, monkeypatch):
+    gate = Gate(lifetime_s=3600)
+    credentials = Credentials(gate.market(), Prover(), WALLET, file)
+    await credentials.get()
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 3600 - EXPIRY_SKEW_S - 5)
+    assert credentials.valid
+    monkeypatch.setattr(time, "time", lambda: now + 3600 - EXPIRY_SKEW_S + 5)
+    assert not credentials.valid
+    await credentials.get()
+    assert len(gate.minted) == 2
+
+
+async def test_a_locked_wallet_is_said_and_nothing_is_kept(file):
+    credentials = Credentials(Gate().market(), Prover(locked=True), WALLET, file)
+    with pytest.raises(WalletError) as caught:
+        await credentials.get()
+    assert caught.value.code == "wallet_locked"
+    assert not file.exists()
+
+
+async def test_after_a_failure_the_next_call_tries_again(file):
+    prover = Prover(locked=True)
+    credentials = Credentials(Gate().market(), prover, WALLET, file)
+    with pytest.raises(WalletError):
+        await credentials.get()
+    prover.locked = False
+    assert await credentials.get()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'"text"',
+        b"5",
+        b"\xff",
+        b"[" * 15_000,
+        b"x" * 100_000,
+        json.dumps({"gateway": GATEWAY, "wallet": WALLET}).encode(),
+        json.dumps({"gateway": GATEWAY, "wallet": WALLET, "value": 5, "expires_at_s": 1e12}).encode(),
+        json.dumps({"gateway": GATEWAY, "wallet": WALLET, "value": "T", "expires_at_s": "1e12"}).encode(),
+    ],
+)
+async def test_a_damaged_file_costs_one_signature(file, content):
+    file.write_bytes(content)
+    file.chmod(0o600)
+    gate = Gate()
+    token = await Credentials(gate.market(), Prover(), WALLET, file).get()
+    assert gate.minted == [token]
+    assert json.loads(file.read_text())["value"] == token
+
+
+async def test_a_file_others_could_have_written_is_not_trusted(file):
+    gate = Gate()
+    await Credentials(gate.market(), Prover(), WALLET, file).get()
+    file.chmod(0o666)
+    credentials = Credentials(gate.market(), Prover(), WALLET, file)
+    assert not credentials.valid
+    await credentials.get()
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+
+
+async def test_a_refusal_of_the_gateway_is_passed_on(file):
+    def closed(_: httpx.Request) -> httpx.Response:
+        return httpx.Response(429, json={"error": "10000 nonces are outstanding"})
+
+    market = Market(GATEWAY, transport=httpx.MockTransport(closed))
+    with pytest.raises(NetworkError) as caught:
+        await Credentials(market, Prover(), WALLET, file).get()
+    assert caught.value.code == "rate_limited"

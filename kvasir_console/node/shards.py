@@ -29,7 +29,6 @@ ATTEMPTS = 3
 RETRY_PAUSE_S = 1.0
 """Pause after the first failed attempt; it grows by as much after each further one."""
 DIGEST_HEADER = "x-kvasir-shard-digest"
-_CHUNK_BYTES = 256 * 1024
 
 
 def expert_shard_file(directory: Path, assignment: Assignment) -> Path:
@@ -197,7 +196,7 @@ async def _download(
             _check_disk(part, int(length))
             _note(part).write_text(json.dumps(asdict(offered)))
             with part.open("ab" if done else "wb") as file:
-                async for chunk in response.aiter_raw(_CHUNK_BYTES):
+                async for chunk in response.aiter_raw():  # a chunk size would keep back, and lose, the last bytes
                     done += len(chunk)
                     if done > offered.total:
                         raise NetworkError("too_many_bytes", "The gateway sent more bytes than it announced.")

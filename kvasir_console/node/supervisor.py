@@ -208,7 +208,7 @@ class Engine:
                 tasks += [asyncio.create_task(self._ready(self.client)), watch]
                 await asyncio.wait((exited, watch), return_when=asyncio.FIRST_COMPLETED)
                 if not exited.done():
-                    await self._child.stop()
+                    await self._child.stop(grace_s=1.0)
                     return watch.result()
             return (await exited).reason
         except EngineError as error:

@@ -184,9 +184,9 @@ class Hub:
         token = _token(request, query.pop("token", None))
         admission = await self._admit(path, query, token)
         session = Session(admission, ws, self._tally(admission))
-        await self._enter(session)
         ending = Ending(CloseCode.UPSTREAM, "the relay failed")
         try:
+            await self._enter(session)
             ending = await self._run(session, path, query)
         except Refused as refusal:
             ending = Ending(refusal.close_code, refusal.reason)

@@ -100,9 +100,9 @@ class ConsoleApp(App[int]):
         self._quit_warning = quit_warning
         self._keymap_wanted = dict(keymap or {})
         self._interval_s = interval_s
-        self.dashboard = Dashboard(
-            sources, clock, prompt=prompt, read_only=read_only, symbols=symbols or default_symbols()
-        )
+        symbols = symbols or default_symbols()
+        self.set_class(symbols is Symbols.ASCII, "-ascii")
+        self.dashboard = Dashboard(sources, clock, prompt=prompt, read_only=read_only, symbols=symbols)
 
     def get_default_screen(self) -> Screen[None]:
         return self.dashboard

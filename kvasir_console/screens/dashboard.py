@@ -112,6 +112,7 @@ class Dashboard(Screen[None]):
         self._selected = 0
         self._views: tuple[NodeView, ...] = tuple(NodeView(source.title) for source in sources)
         self._offered: tuple[object, ...] = ()
+        self.add_class("-narrow", "-short")  # until the first resize says otherwise: the layout that fits everywhere
         self.set_class(len(sources) == 1, "-single")
 
     def compose(self) -> ComposeResult:
@@ -156,7 +157,8 @@ class Dashboard(Screen[None]):
             self.app.set_class(self._symbols is Symbols.ASCII, "-ascii")
             for panel in self.query(Panel):
                 panel.show(frame)
-            self.query_one(LogPanel).show(frame)
+            for log_panel in self.query(LogPanel):
+                log_panel.show(frame)
         snapshot = frame.snapshot
         offered = (
             frame.view.lost,

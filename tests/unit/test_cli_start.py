@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 from kvasir_console import __version__, cli
-from kvasir_console.errors import ExitCode
+from kvasir_console.errors import ExitCode, LedgerError, WalletError
+from kvasir_console.node import phase
+from kvasir_console.node.admin import AdminServer, Handler
+from kvasir_console.node.snapshot import EarningsView, NodeSnapshot, SliceView, WorkView
+from kvasir_console.paths import Paths
+from kvasir_console.relay.wire.control import Message
 from kvasir_console.wallet import vault
 
 DATA = Path(__file__).parents[1] / "data" / "conformance"
@@ -253,3 +260,101 @@ def test_an_interrupt_has_its_own_code(monkeypatch):
 
     monkeypatch.setattr(cli, "_run", interrupted)
     assert cli.main(["status"]) == ExitCode.INTERRUPTED
+
+
+# Commands of a running node
+
+
+SNAPSHOT = NodeSnapshot(
+    at_s=160.0,
+    version=__version__,
+    pid=1,
+    engine_pid=2,
+    name="box",
+    worker_id="server-x-box",
+    wallet=ADDRESSES[KVASIR_PATH],
+    wallet_locked=True,
+    gateway="https://gate.example.net",
+    state=phase.initial(1.0).to(phase.Phase.SERVING, 100.0, "Every relay session is open."),
+    held=SliceView("experts", "moe", 3, 2, 6, 8),
+    work=WorkView(requests=7, rows=90, pairs=180),
+    earnings=EarningsView(pending_micro_kvr=12_779),
+)
+
+
+class RunningNode:
+    """A node's socket as the commands find it; the passphrases it was sent."""
+
+    def __init__(self) -> None:
+        self.passphrases: list[str] = []
+        self.pending = 0
+
+    def handlers(self) -> dict[str, Handler]:
+        async def status(_: Message) -> Message:
+            return {"snapshot": SNAPSHOT.to_json()}
+
+        async def unlock(message: Message) -> Message:
+            self.passphrases.append(message["passphrase"])
+            if message["passphrase"] != PASSPHRASE:
+                raise WalletError("wrong_passphrase", "The passphrase does not open the vault.", "Try again.")
+            return {}
+
+        async def claim(_: Message) -> Message:
+            if not self.pending:
+                raise LedgerError("nothing_to_claim", "0 micro-KVR are pending.", "It accrues with work.")
+            return {"claim": {"claim_id": "c", "micro_kvr": self.pending, "state": "reserved"}}
+
+        return {"status": status, "unlock": unlock, "claim": claim}
+
+
+async def ask(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return await asyncio.to_thread(console, *arguments)
+
+
+@pytest.fixture
+async def node() -> AsyncIterator[RunningNode]:
+    running = RunningNode()
+    async with AdminServer(Paths.from_environment().ensure().runtime / "node.sock", running.handlers()):
+        yield running
+
+
+async def test_the_state_of_a_node_is_for_people_and_for_programs(node):
+    result = await ask("status")
+    assert (result.returncode, result.stderr) == (0, "")
+    for words in (
+        "box",
+        "(locked)",
+        "serving for 60 s",
+        "moe, layer 3, experts [2, 6) of 8",
+        "90 rows",
+        "0.012779 KVR",
+    ):
+        assert words in result.stdout
+    assert "N/A paid" in result.stdout  # not known is not zero
+    as_json = await ask("status", "--json")
+    assert NodeSnapshot.from_json(json.loads(as_json.stdout)) == SNAPSHOT
+
+
+async def test_a_running_node_is_unlocked_from_outside(node, secret, tmp_path):
+    result = await ask("wallet", "unlock", "--passphrase-file", str(secret))
+    assert (result.returncode, result.stdout) == (0, "")
+    assert node.passphrases == [PASSPHRASE]
+    wrong = tmp_path / "wrong"
+    wrong.write_text("not the passphrase")
+    wrong.chmod(0o600)
+    failed(await ask("wallet", "unlock", "--passphrase-file", str(wrong)), ExitCode.WALLET, "Try again")
+    failed(await ask("wallet", "unlock"), ExitCode.USAGE, "--passphrase-file")
+
+
+async def test_a_claim_is_made_from_outside(node):
+    failed(await ask("wallet", "claim"), ExitCode.LEDGER, "0 micro-KVR", "accrues")
+    node.pending = 1_500_000
+    assert (await ask("wallet", "claim")).stdout == "1.5 KVR claimed, reserved\n"
+    as_json = await ask("wallet", "claim", "--json")
+    assert json.loads(as_json.stdout) == {"claim_id": "c", "micro_kvr": 1_500_000, "state": "reserved"}
+
+
+async def test_a_second_node_with_the_same_home_does_not_start(node, home):
+    vault.create_vault(home / "data" / "vault.json", PHRASE, PASSPHRASE, cost=vault.KdfCost(2, 19 * 1024))
+    result = await asyncio.to_thread(console, "--headless", KVASIR_NETWORK_GATEWAY="http://127.0.0.1:1")
+    failed(result, ExitCode.RESOURCE, "already runs", "KVASIR_HOME")

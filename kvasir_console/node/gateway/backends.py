@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,6 +15,7 @@ from kvasir_console.relay.hub import Hub
 
 Event = TokenEvent | DoneEvent
 Messages = tuple[dict[str, Any], ...]
+CALL_TIMEOUT_S = 30.0
 ENTRY_TIMEOUT_S = 5.0
 """How long a request waits for rank 0 to dial in, which it does again at once after a lost session."""
 
@@ -25,6 +26,8 @@ class BackendInfo:
     name: str
     ring: PlannedRing | None = None
     """The ring whose stages are paid for the rows of a request."""
+    context_limit: int = 2**31
+    """Context of the checkpoint itself: whatever an engine says, it has no more."""
 
 
 class Backend(Protocol):
@@ -68,16 +71,23 @@ class _ClientBackend:
     async def context_length(self) -> int:
         client = await self.client()
         if self._known is None or self._known[0] is not client:
-            self._known = client, int((await client.info())["context_length"])
-        return self._known[1]
+            with _answering(self._info.name):
+                async with asyncio.timeout(CALL_TIMEOUT_S):
+                    self._known = client, int((await client.info())["context_length"])
+        return min(self._known[1], self._info.context_limit)
 
     async def count_tokens(self, prompt: str | None, messages: Messages | None) -> int:
-        return await (await self.client()).count_tokens(prompt=prompt, messages=messages)
+        client = await self.client()
+        with _answering(self._info.name):
+            async with asyncio.timeout(CALL_TIMEOUT_S):
+                return await client.count_tokens(prompt=prompt, messages=messages)
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:
-        async with contextlib.aclosing((await self.client()).generate(request)) as events:
-            async for event in events:
-                yield event
+        client = await self.client()
+        with _answering(self._info.name):
+            async with contextlib.aclosing(client.generate(request)) as events:
+                async for event in events:
+                    yield event
 
 
 class TrunkBackend(_ClientBackend):
@@ -125,6 +135,17 @@ class RingBackend(_ClientBackend):
         if self._client is not None:
             await self._client.close()
             self._client = None
+
+
+@contextlib.contextmanager
+def _answering(name: str) -> Iterator[None]:
+    """Turns what is no answer into an error: a ring's rank 0 is another's machine and may send anything."""
+    try:
+        yield
+    except TimeoutError as error:
+        raise EngineError("engine_silent", f"{name} does not answer.", "Try again soon.") from error
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise EngineError("engine_misbehaved", f"{name} answered with something else.", "Try again.") from error
 
 
 def _not_ready(name: str) -> KvasirError:

@@ -156,6 +156,10 @@ class Census:
         found = (worker for worker in self._workers.values() if wallet in (None, worker.wallet))
         return tuple(sorted(found, key=lambda worker: (worker.wallet, worker.worker_id)))
 
+    def worker(self, wallet: str, worker_id: str, now: float) -> Worker | None:
+        self.expire(now)
+        return self._workers.get((wallet, worker_id))
+
     def session(self, name: str, now: float) -> Worker | None:
         """Who registered a session name, while that registration lives."""
         self.expire(now)

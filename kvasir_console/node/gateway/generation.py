@@ -11,14 +11,20 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
-from kvasir_console.engine.process.client import DoneEvent, GenerateRequest
+from kvasir_console.engine.process.client import DoneEvent, GenerateRequest, TokenEvent
 from kvasir_console.errors import EngineError, KvasirError
 from kvasir_console.node.gateway.backends import Backend, Event
 from kvasir_console.node.gateway.slots import Slots
 from kvasir_console.node.gateway.store import RequestRecord, Store
 
 log = logging.getLogger(__name__)
+
+SILENCE_S = 300.0
+"""Longest time without an event, the prompt included (gateway contract 6.1: engine and gateway wait 300 s)."""
+TEMPLATE_TOKENS = 1024
+MESSAGE_TOKENS = 64
 
 
 class Generation:
@@ -61,7 +67,7 @@ class Generation:
 
     async def _run(self, store: Store, clock: Callable[[], float]) -> None:
         """Generate, record, and only then show the end: what a caller saw finished has been counted."""
-        end: Event | KvasirError
+        end: Event | KvasirError = _failed("it ended early")
         try:
             async with self._slots.hold():
                 await asyncio.to_thread(
@@ -74,40 +80,63 @@ class Generation:
             end = _cancelled()  # while it waited for a slot
         except KvasirError as error:
             end = error
-        self._events.put_nowait(end)
+        finally:
+            self._events.put_nowait(end)
 
     async def _generate(self) -> Event | KvasirError:
         """Hand tokens on; returns how it ended."""
+        loop = asyncio.get_running_loop()
         try:
-            async with contextlib.aclosing(self._backend.generate(self._request)) as events:
-                async for event in events:
-                    if isinstance(event, DoneEvent):
-                        self._done = event
-                    else:
-                        self._tokens.append(event.token)
-                        self._events.put_nowait(event)
+            async with asyncio.timeout(SILENCE_S) as silence:
+                async with contextlib.aclosing(self._backend.generate(self._request)) as events:
+                    async for event in events:
+                        silence.reschedule(loop.time() + SILENCE_S)
+                        if isinstance(event, DoneEvent):
+                            self._done = self._checked(event)
+                        else:
+                            self._take(event)
         except asyncio.CancelledError:
             return _cancelled()  # what was generated until then is still to be recorded
+        except TimeoutError:
+            return EngineError("engine_silent", f"No token came for {SILENCE_S:g} s.", "Try again.")
         except KvasirError as error:
             return error
         except Exception as error:
             log.exception("the generation %s failed", self._request_id)
-            return EngineError("engine_failed", f"The answer failed: {type(error).__name__}.", "Try again.")
+            return _failed(type(error).__name__)
         return self._done or EngineError("engine_gone", "The engine ended the answer before it was complete.")
+
+    def _take(self, event: TokenEvent) -> None:
+        """Hand a token on. More than were asked for, or something else, would be paid for: refused."""
+        if type(event.token) is not int or not isinstance(event.text, str):
+            raise EngineError("engine_misbehaved", "The engine sent something that is no token.")
+        if len(self._tokens) >= self._request.max_tokens:
+            raise EngineError("engine_misbehaved", "The engine sent more tokens than it was asked for.")
+        self._tokens.append(event.token)
+        self._events.put_nowait(event)
+
+    def _checked(self, done: DoneEvent) -> DoneEvent:
+        """The end as far as it agrees with what was seen here."""
+        return replace(
+            done,
+            finish_reason=done.finish_reason if done.finish_reason in ("stop", "length") else "stop",
+            prompt_tokens=self._prompt_tokens,
+            completion_tokens=len(self._tokens),
+        )
 
     async def _record(self, store: Store, now: int, end: Event | KvasirError) -> None:
         ring, done = self._backend.info.ring, self._done
-        prompt = done.prompt_tokens if done is not None else self._prompt_tokens
+        paid_prompt = min(self._prompt_tokens, plausible_prompt_tokens(self._request))
         record = RequestRecord(
             request_id=self._request_id,
-            prompt_tokens=prompt,
+            prompt_tokens=self._prompt_tokens,
             completion_tokens=len(self._tokens),
             finish=end.code if isinstance(end, KvasirError) else done.finish_reason if done is not None else "",
             tokens=tuple(self._tokens),
             ring=ring.plan.ring if ring else "",
             generation=ring.plan.generation if ring else 0,
             plan=ring.text if ring else "",
-            token_rows=proven_rows(prompt, len(self._tokens), done is not None) if ring else 0,
+            token_rows=proven_rows(paid_prompt, len(self._tokens), done is not None) if ring else 0,
         )
         try:
             await asyncio.to_thread(store.finish_request, record, now)
@@ -155,6 +184,23 @@ class Generations:
         del self._running[task]
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("a generation failed", exc_info=error)
+
+
+def plausible_prompt_tokens(request: GenerateRequest) -> int:
+    """The most tokens a prompt can have: one a byte, and what a chat template adds around it.
+
+    The first rank of a ring counts the prompt, and is paid by that count.
+    """
+    if request.prompt_tokens is not None:
+        return len(request.prompt_tokens)
+    if request.prompt is not None:
+        return len(request.prompt.encode()) + TEMPLATE_TOKENS
+    messages = request.messages or ()
+    return sum(len(str(message.get("content", "")).encode()) + MESSAGE_TOKENS for message in messages) + TEMPLATE_TOKENS
+
+
+def _failed(why: str) -> EngineError:
+    return EngineError("engine_failed", f"The answer failed: {why}.", "Try again.")
 
 
 def _cancelled() -> EngineError:

@@ -107,11 +107,18 @@ class Participation:
         caller = self._caller(request)
         body = await read_json(request)
         wallet = wallet_field(body, "owner") if caller.service else caller.require_wallet()
-        worker = self._census.report(wallet, parse_report(body, service=caller.service), self._clock())
+        report, now = parse_report(body, service=caller.service), self._clock()
+        before = self._census.worker(wallet, report.worker_id, now)
+        worker = self._census.report(wallet, report, now)
+        if before is not None and (before.session, before.windows[:1]) != (worker.session, worker.windows[:1]):
+            # A session is for one window: what is dispatched to the old one would be answered with other experts.
+            await self._hub.close_sessions(
+                key=before.session, wallet=wallet, reason="the worker reports another window or session"
+            )
         return JSONResponse(
             {
                 "ok": True,
-                "workers": len(self._census.workers(self._clock())),
+                "workers": len(self._census.workers(now)),
                 "wired": self._census.wired(worker),
                 "listen_port": 0,
                 "session": worker.session,

@@ -142,11 +142,13 @@ class GatewayService:
         for number, model in enumerate(catalog.values()):
             if model.placement == "ring":
                 ring = rings[model.id]
-                backend = RingBackend(BackendInfo(model.id, model.name, ring), ring, self._hub)
+                backend = RingBackend(
+                    BackendInfo(model.id, model.name, ring, model.shape.context_length), ring, self._hub
+                )
                 self._stack.push_async_callback(backend.close)
                 backends.append(backend)
             else:
-                trunk_backend = TrunkBackend(BackendInfo(model.id, model.name))
+                trunk_backend = TrunkBackend(BackendInfo(model.id, model.name, None, model.shape.context_length))
                 backends.append(trunk_backend)
                 trunks[model.id] = Trunk(
                     f"trunk{number}", model, trunk_backend, self._make_engine, config.engine, gateway.dispatch_wire

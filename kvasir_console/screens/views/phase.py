@@ -32,7 +32,7 @@ def phase(frame: Frame, cells: int, height: int) -> list[Line]:
     if view.lost_since_s is not None:
         seen = "never" if snapshot is None else fmt.clock(snapshot.at_s)
         title, badge, since = "disconnected", Role.BADGE_BAD, view.lost_since_s
-        why, next_action = view.error, f"It is asked again every second. Last seen: {seen}."
+        why, next_action = view.error, f"Last seen: {seen}. It is asked again."
     elif snapshot is None:
         title, badge, since = "connecting", Role.BADGE_CALM, frame.now_s
         why, next_action = "The node has not answered yet.", ""

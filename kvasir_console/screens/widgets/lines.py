@@ -56,7 +56,7 @@ class Lines(Widget, can_focus=False):
             self.refresh(*regions)
 
     def render_line(self, y: int) -> Strip:
-        return self._palette.strip(self._shown[y]) if y < len(self._shown) else Strip.blank(self.content_size.width)
+        return self._palette.strip(self._shown[y] if y < len(self._shown) else padded((), self.content_size.width))
 
     def notify_style_update(self) -> None:
         self._palette.clear()

@@ -107,13 +107,13 @@ class PromptPanel(Vertical):
             self._draw()
 
     def _status(self, text: str) -> None:
-        if self.is_mounted:
-            self.query_one(Lines).set_lines([line(Span(text, Role.LABEL))])
+        for lines in self.query(Lines):
+            lines.set_lines([line(Span(text, Role.LABEL))])
 
     def _draw(self) -> None:
-        if not self.is_mounted:
+        scroller = self.query(Scroller).first() if self.query(Scroller) else None
+        if scroller is None:
             return
-        scroller = self.query_one(Scroller)
         cells = max(1, scroller.scrollable_content_region.width)
         rows: list[Line] = [line(Span(text, Role.LABEL)) for text in wrap(self._question, cells)]
         for paragraph in self._answer.replace("\r", "").split("\n"):

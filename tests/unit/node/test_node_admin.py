@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
-import signal
-import socket
 import stat
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -133,15 +129,14 @@ async def test_what_a_killed_node_left_is_replaced(path):
         "        print('up', flush=True)\n        await asyncio.Event().wait()\n"
         "asyncio.run(main())"
     )
-    process = subprocess.Popen([sys.executable, "-c", script, str(path)], stdout=subprocess.PIPE)
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", script, str(path), stdout=-1)
     assert process.stdout is not None
-    assert process.stdout.readline() == b"up\n"
+    assert await process.stdout.readline() == b"up\n"
     with pytest.raises(SystemResourceError, match="already runs"):
         async with AdminServer(path, HANDLERS):
             pass
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    process.stdout.close()
+    process.kill()
+    await process.wait()
     assert path.is_socket()
     async with AdminServer(path, HANDLERS):
         client = AdminClient(path)
@@ -172,18 +167,17 @@ async def test_a_client_finds_a_node_that_came_back(path):
 
 
 async def test_a_call_that_was_given_up_does_not_answer_the_next_one(path):
-    release = asyncio.Event()
+    asked, release = asyncio.Event(), asyncio.Event()
 
     async def slow(_: control.Message) -> dict:
+        asked.set()
         await release.wait()
         return {"said": "late"}
 
     async with AdminServer(path, {**HANDLERS, "slow": slow}):
         client = AdminClient(path)
         pending = asyncio.create_task(client.call("slow"))
-        await asyncio.sleep(0)
-        while client._stream is None:
-            await asyncio.sleep(0)
+        await asked.wait()
         pending.cancel()
         with pytest.raises(asyncio.CancelledError):
             await pending
@@ -232,4 +226,3 @@ async def test_a_directory_that_is_not_there_is_named(path):
     with pytest.raises(SystemResourceError, match="No socket can be made"):
         async with AdminServer(path.parent / "gone" / "node.sock", {}):
             pass
-    assert not socket.socket(socket.AF_UNIX).connect_ex(str(path)) == 0

@@ -294,7 +294,7 @@ async def test_a_node_that_answers_pings_stays_and_one_that_is_silent_is_dropped
     table.expert(SESSION, runtime / "e.data")
     async with (
         Engine(runtime / "e.data", echo),
-        relay(table, ping_interval_s=0.1) as (hub, port),
+        relay(table, ping_interval_s=0.25) as (hub, port),
         RawClient.open(port, expert_target(SESSION)) as client,
     ):
         for _ in range(6):  # three times as long as a silent one would be borne

@@ -456,20 +456,20 @@ async def test_a_dead_path_is_found_and_dialled_again(runtime):
 
 async def test_a_relay_that_is_held_up_but_shows_signs_of_life_is_not_dead(runtime):
     async with Engine(runtime / "node.data"), MuteRelay(reads=False, beats_s=0.02) as mute:
-        options = {"ping_interval_s": 0.1, "ping_timeout_s": 0.1}
+        options = {"ping_interval_s": 0.25, "ping_timeout_s": 0.25}
         async with running(make(local_url(mute.port), runtime / "node.data", **options)) as uplink:
             await until(lambda: uplink.snapshot().phase is UplinkPhase.OPEN)
-            await asyncio.sleep(0.6)  # three times as long as silence would be borne
+            await asyncio.sleep(1.5)  # three times as long as silence would be borne
             assert (uplink.snapshot().phase, mute.connections) == (UplinkPhase.OPEN, 1)
 
 
 async def test_an_engine_that_is_busy_for_long_does_not_cost_the_session(runtime, table):
     data = random.Random(9).randbytes(24 * 2**20)
-    options = {"ping_interval_s": 0.1, "ping_timeout_s": 0.1}
+    options = {"ping_interval_s": 0.25, "ping_timeout_s": 0.25}
     async with (
         Engine(runtime / "trunk.data") as trunk,
         Engine(runtime / "node.data") as node,
-        relay(table, ping_interval_s=0.1) as (hub, port),
+        relay(table, ping_interval_s=0.25) as (hub, port),
         running(make(local_url(port), runtime / "node.data", **options)) as uplink,
     ):
         near, far = await node.next_link(), await trunk.next_link()
@@ -481,7 +481,7 @@ async def test_an_engine_that_is_busy_for_long_does_not_cost_the_session(runtime
 
         sending = asyncio.create_task(send())
         await until(lambda: uplink.snapshot().bytes_down > 0)
-        await asyncio.sleep(0.8)  # four times as long as silence would be borne, on both sides
+        await asyncio.sleep(1.5)  # three times as long as silence would be borne, on both sides
         assert not sending.done()
         assert uplink.snapshot().bytes_down < 2**20
         assert digest(await asyncio.wait_for(near.reader.readexactly(len(data)), 20)) == digest(data)

@@ -340,6 +340,24 @@ async def test_a_worker_that_goes_stale_is_cut_off(
             assert caught.value.rcvd.code == 4404
 
 
+async def test_a_session_ends_when_its_worker_reports_another_window(
+    tmp_path: Path, models: tuple[ServedModel, ...]
+) -> None:
+    async with running(tmp_path, models[:1]) as gateway:
+        await asyncio.wait_for(gateway.engine.ready.wait(), 10)
+        async with gateway.worker() as connection:
+            await asyncio.wait_for(gateway.engine.preambles.get(), 10)
+            bearer = {"Authorization": f"Bearer {await gateway.token(ALICE)}"}
+            body = {"worker_id": "w", "model": MOE, "segments": [[1, 0, 8]]}
+            await gateway.client.post("/api/expert-coverage", json=body, headers=bearer)  # the same: it goes on
+            await connection.send(b"still here")
+            assert await asyncio.wait_for(connection.recv(), 10) == b"STILL HERE"
+            body["segments"] = [[2, 0, 8]]
+            await gateway.client.post("/api/expert-coverage", json=body, headers=bearer)
+            with pytest.raises(ConnectionClosed):
+                await asyncio.wait_for(connection.recv(), 10)
+
+
 async def test_an_engine_that_hangs_is_ended(
     tmp_path: Path, models: tuple[ServedModel, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:

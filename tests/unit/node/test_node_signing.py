@@ -1,0 +1,165 @@
+"""The node's signer: a real process with a real vault, and signatures that others accept."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from kvasir_console.errors import WalletError
+from kvasir_console.node import signing
+from kvasir_console.node.signing import WalletSigner
+from kvasir_console.paths import Paths
+from kvasir_console.relay.wire.signed import (
+    ActionKind,
+    bridge_challenge_text,
+    gateway_sign_in_text,
+    parse_action,
+    rfc3339,
+)
+from kvasir_console.wallet import commands
+from kvasir_console.wallet.keys import verify
+
+HOST, PASSPHRASE, NONCE = "gate.example.net", "correct horse battery", "0123456789abcdef" * 2
+
+
+@pytest.fixture
+def paths() -> Paths:
+    return Paths.from_environment().ensure()
+
+
+@pytest.fixture
+def address(paths: Paths) -> str:
+    return commands.create_wallet(paths, PASSPHRASE, kdf="interactive").address
+
+
+@pytest.fixture
+async def signer(paths: Paths, address: str) -> AsyncIterator[WalletSigner]:
+    started = WalletSigner(paths, HOST)
+    await started.start(paths.state / "signer.log")
+    yield started
+    await started.stop()
+
+
+def challenge(lifetime_s: int = 300) -> dict:
+    now = datetime.now(UTC)
+    return {
+        "nonce": "challenge-nonce-0123456789",
+        "issued_at": rfc3339(now),
+        "expires_at": rfc3339(now + timedelta(seconds=lifetime_s)),
+        "domain": "somewhere.else.example",
+    }
+
+
+async def refusal(awaitable) -> str:
+    with pytest.raises(WalletError) as caught:
+        await awaitable
+    assert PASSPHRASE not in str(caught.value)
+    return caught.value.code
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110 - another process sets no event of ours
+            await asyncio.sleep(0.01)
+
+
+def test_without_a_wallet_there_is_no_signer(paths):
+    with pytest.raises(WalletError) as caught:
+        WalletSigner(paths, HOST)
+    assert "kvasir-console wallet create" in caught.value.hint
+
+
+async def test_participation_is_proved_to_the_own_host_only(signer, address):
+    assert signer.address == address
+    assert signer.locked
+    text = bridge_challenge_text(address, NONCE)
+    assert await refusal(signer.prove_participation(HOST, address, NONCE, text)) == "wallet_locked"
+
+    await signer.unlock(PASSPHRASE)
+    assert not signer.locked
+    signature = await signer.prove_participation(HOST, address, NONCE, text)
+    assert verify(address, text.encode(), signature)
+    assert not verify(address, text.encode() + b" ", signature)
+
+    assert await refusal(signer.prove_participation("evil.example", address, NONCE, text)) == "other_host"
+    sign_in = gateway_sign_in_text(address, NONCE)
+    assert await refusal(signer.prove_participation(HOST, address, NONCE, sign_in)) == "challenge_refused"
+
+    await signer.lock()
+    assert signer.locked
+    assert await refusal(signer.prove_participation(HOST, address, NONCE, text)) == "wallet_locked"
+
+
+async def test_a_claim_names_this_gateway_whatever_the_challenge_says(signer, address):
+    await signer.unlock(PASSPHRASE)
+    asked = challenge()
+    text, signature = await signer.sign_action(ActionKind.CLAIM, {}, asked)
+    assert verify(address, text.encode(), signature)
+    action = parse_action(text)
+    action.check(domain=HOST, kind="claim", wallet=address, nonce=asked["nonce"], now=datetime.now(UTC))
+    assert action.details == {}
+
+
+async def test_a_claim_without_a_sound_challenge_is_not_signed(signer):
+    await signer.unlock(PASSPHRASE)
+    for change in ({"nonce": ""}, {"nonce": "short"}, {"nonce": "line\nbreak-0123456789"}, {"expires_at": None}):
+        await refusal(signer.sign_action(ActionKind.CLAIM, {}, {**challenge(), **change}))
+    await refusal(signer.sign_action(ActionKind.CLAIM, {}, {}))
+    assert await refusal(signer.sign_action(ActionKind.CLAIM, {}, challenge(lifetime_s=3600))) == "action_lifetime"
+
+
+async def test_a_wrong_passphrase_leaves_it_locked(signer):
+    assert await refusal(signer.unlock("not the passphrase")) == "wrong_passphrase"
+    assert signer.locked
+
+
+async def test_a_signer_that_dies_comes_back_locked(signer, address, monkeypatch):
+    monkeypatch.setattr(signing, "_RESTART_S", 0.01)
+    await signer.unlock(PASSPHRASE)
+    child = signer._child
+    first = child.pid
+    os.kill(first, signal.SIGKILL)
+    await until(lambda: signer.locked and child.running and child.pid != first)
+    await signer._client.wait_ready()
+    text = bridge_challenge_text(address, NONCE)
+    assert await refusal(signer.prove_participation(HOST, address, NONCE, text)) == "wallet_locked"
+    await signer.unlock(PASSPHRASE)
+    assert verify(address, text.encode(), await signer.prove_participation(HOST, address, NONCE, text))
+
+
+async def test_stopping_ends_the_process_and_its_socket(paths, address):
+    signer = WalletSigner(paths, HOST)
+    await signer.start(paths.state / "signer.log")
+    pid = signer._child.pid
+    await signer.stop()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    assert not (paths.runtime / "signer.sock").exists()
+    assert await refusal(signer.unlock(PASSPHRASE)) == "signer_gone"
+
+
+async def test_a_start_that_fails_leaves_no_process(paths, address, monkeypatch):
+    signer = WalletSigner(paths, HOST)
+
+    async def never(*_: object) -> None:
+        raise WalletError("signer_gone", "The signer does not answer.")
+
+    monkeypatch.setattr(signer._client, "wait_ready", never)
+    assert await refusal(signer.start(paths.state / "signer.log")) == "signer_gone"
+    assert not signer._child.running
+
+
+async def test_no_passphrase_and_no_key_stands_in_the_log(signer, paths, address):
+    await signer.unlock(PASSPHRASE)
+    await refusal(signer.unlock("another secret phrase"))
+    await signer.sign_action(ActionKind.CLAIM, {}, challenge())
+    text = Path(paths.state / "signer.log").read_text()
+    assert address in text
+    assert PASSPHRASE not in text
+    assert "another secret phrase" not in text

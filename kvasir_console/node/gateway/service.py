@@ -257,6 +257,7 @@ async def serving(app: Starlette, socket: Path) -> AsyncIterator[None]:
             app,
             uds=str(socket),
             lifespan="off",
+            ws="none",
             log_config=None,
             access_log=False,
             proxy_headers=False,

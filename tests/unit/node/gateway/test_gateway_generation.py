@@ -51,11 +51,12 @@ async def drain(generation: Generation) -> list[Event]:
 async def failure(generation: Generation) -> tuple[int, str]:
     """(tokens seen, code of the error) of a generation that ends badly."""
     seen = 0
-    with pytest.raises(KvasirError) as caught:
-        while True:
-            assert isinstance(await generation.next(), TokenEvent)
+    try:
+        while isinstance(await generation.next(), TokenEvent):
             seen += 1
-    return seen, caught.value.code
+    except KvasirError as error:
+        return seen, error.code
+    raise AssertionError("it ended well")
 
 
 async def test_the_end_is_shown_after_it_was_recorded(store: Store, generations: Generations) -> None:
@@ -211,7 +212,7 @@ async def test_no_engine_has_more_context_than_its_checkpoint() -> None:
 def test_proven_rows(prompt: int, tokens: int, done: bool) -> None:
     """n tokens were sampled from the last prompt row and the n - 1 rows after it."""
     expected = prompt + tokens - 1 if tokens else (prompt if done else 0)
-    assert proven_rows(prompt, tokens, done) == expected >= (-1 if prompt == 0 else 0)
+    assert proven_rows(prompt, tokens, done) == expected >= 0
 
 
 @given(st.lists(st.text(max_size=40), max_size=5))

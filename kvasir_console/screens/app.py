@@ -22,7 +22,7 @@ from kvasir_console.config import Config
 from kvasir_console.errors import ExitCode, NetworkError, UsageError
 from kvasir_console.paths import Paths
 from kvasir_console.screens.dashboard import Dashboard
-from kvasir_console.screens.dialogs import ConfirmScreen, UnlockScreen
+from kvasir_console.screens.dialogs import TEXT_CELLS, ConfirmScreen, UnlockScreen
 from kvasir_console.screens.graph import Symbols, default_symbols
 from kvasir_console.screens.line import Role, Span, clean, line, wrap
 from kvasir_console.screens.reader import NodeView, Reader
@@ -62,6 +62,7 @@ class ConsoleApp(App[int]):
     Args:
         sources: the nodes, in the order of their keys 1 to 9; at least one.
         prompt: streams an answer; without it there is no prompt panel.
+        prompt_hint: what stands in the prompt's empty field.
         actions: more keys.
         read_only: neither claims nor unlocks, and no key changes that.
         quit_warning: what quitting stops; with it, quitting asks first.
@@ -79,6 +80,7 @@ class ConsoleApp(App[int]):
         sources: Sequence[SnapshotSource],
         *,
         prompt: Prompt | None = None,
+        prompt_hint: str = "",
         actions: Sequence[LocalAction] = (),
         read_only: bool = False,
         quit_warning: str = "",
@@ -102,7 +104,9 @@ class ConsoleApp(App[int]):
         self._interval_s = interval_s
         symbols = symbols or default_symbols()
         self.set_class(symbols is Symbols.ASCII, "-ascii")
-        self.dashboard = Dashboard(sources, clock, prompt=prompt, read_only=read_only, symbols=symbols)
+        self.dashboard = Dashboard(
+            sources, clock, prompt=prompt, prompt_hint=prompt_hint, read_only=read_only, symbols=symbols
+        )
 
     def get_default_screen(self) -> Screen[None]:
         return self.dashboard
@@ -131,7 +135,8 @@ class ConsoleApp(App[int]):
 
     def action_local_action(self, index: int) -> None:
         action = self._actions[index]
-        self.dashboard.act(action.run, f"action-{index}")
+        self.dashboard.say(f"{action.name} has begun.", "information")
+        self.dashboard.act(action.run, action.name)
 
     async def action_quit(self) -> None:
         """Quit; where that stops a node, ask first. Asked twice it quits."""
@@ -143,7 +148,7 @@ class ConsoleApp(App[int]):
             if yes:
                 self.exit(int(ExitCode.OK))
 
-        texts = [line(Span(row, Role.TEXT)) for row in wrap(self._quit_warning, 58)]
+        texts = [line(Span(row, Role.TEXT)) for row in wrap(self._quit_warning, TEXT_CELLS)]
         self.push_screen(ConfirmScreen("Quit", texts, yes="Quit"), decided)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
@@ -254,11 +259,18 @@ async def run_local(
     sources: Sequence[SnapshotSource],
     prompt: Prompt | None = None,
     *,
+    prompt_hint: str = "",
     actions: Sequence[LocalAction] = (),
     read_only: bool = False,
     quit_warning: str = "",
 ) -> int:
-    """The screens of local mode, inside a loop that already runs."""
-    return await run_app(
-        ConsoleApp(sources, prompt=prompt, actions=actions, read_only=read_only, quit_warning=quit_warning)
+    """The screens of local mode, inside a loop that already runs. Parameters as ``ConsoleApp``'s."""
+    app = ConsoleApp(
+        sources,
+        prompt=prompt,
+        prompt_hint=prompt_hint,
+        actions=actions,
+        read_only=read_only,
+        quit_warning=quit_warning,
     )
+    return await run_app(app)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar, cast
 
 from textual import events
@@ -18,10 +19,17 @@ from textual.widgets import Footer
 from kvasir_console.errors import KvasirError
 from kvasir_console.node.snapshot import NodeSnapshot
 from kvasir_console.screens import format as fmt
-from kvasir_console.screens.dialogs import ConfirmScreen, UnlockScreen, keys_are_recorded
+from kvasir_console.screens.dialogs import (
+    TEXT_CELLS,
+    ConfirmScreen,
+    TextScreen,
+    UnlockScreen,
+    keys_are_recorded,
+    plain_lines,
+)
 from kvasir_console.screens.frame import Frame
 from kvasir_console.screens.graph import Symbols
-from kvasir_console.screens.help import HelpScreen, key_lines
+from kvasir_console.screens.help import key_lines
 from kvasir_console.screens.line import Line, Role, Span, clean, labelled, line, wrap
 from kvasir_console.screens.reader import NodeView
 from kvasir_console.screens.source import SnapshotSource
@@ -43,6 +51,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+_TOAST_LINES = 4
+"""A longer answer to an act is shown to be read at leisure."""
+_REPORT_CELLS = 100
+
+
 class NodesPanel(Panel):
     """The list of nodes; a click selects one."""
 
@@ -51,8 +64,12 @@ class NodesPanel(Panel):
             super().__init__()
             self.index = index
 
+    def __init__(self, count: int) -> None:
+        super().__init__(nodes, "Nodes", widget_id="nodes", lively=True)
+        self._count = count
+
     def get_content_height(self, container: Size, viewport: Size, width: int) -> int:  # noqa: ARG002
-        return 1 if self._frame is None else len(self._frame.views) + 1
+        return self._count + 1
 
     def on_click(self, event: events.Click) -> None:
         frame, size = self._frame, self.content_size
@@ -71,8 +88,8 @@ class Dashboard(Screen[None]):
     """Paints frames and turns keys into acts. It never asks a node anything by itself but a person's wish."""
 
     AUTO_FOCUS = ""
-    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (101, "-wide")]  # noqa: RUF012
-    VERTICAL_BREAKPOINTS = [(0, "-short"), (38, "-tall")]  # noqa: RUF012
+    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (101, "-wide"), (132, "-roomy")]  # noqa: RUF012
+    VERTICAL_BREAKPOINTS = [(0, "-short"), (39, "-tall"), (50, "-high")]  # noqa: RUF012
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("question_mark", "help", "Help", key_display="?", id="help"),
         Binding("q", "app.quit", "Quit", id="quit"),
@@ -99,6 +116,7 @@ class Dashboard(Screen[None]):
         clock: Callable[[], float],
         *,
         prompt: Prompt | None = None,
+        prompt_hint: str = "",
         read_only: bool = False,
         symbols: Symbols = Symbols.BRAILLE,
     ) -> None:
@@ -106,6 +124,7 @@ class Dashboard(Screen[None]):
         self._sources = sources
         self._clock = clock
         self._prompt = prompt
+        self._prompt_hint = prompt_hint
         self._always_read_only = read_only
         self._read_only = read_only
         self._symbols = symbols
@@ -118,7 +137,7 @@ class Dashboard(Screen[None]):
     def compose(self) -> ComposeResult:
         yield Panel(header, widget_id="header", lively=True)
         if len(self._sources) > 1:
-            yield NodesPanel(nodes, "Nodes", widget_id="nodes", lively=True)
+            yield NodesPanel(len(self._sources))
         yield Panel(answer, widget_id="answer", lively=True)
         with Container(id="body"):
             with Vertical(id="left"):
@@ -132,7 +151,7 @@ class Dashboard(Screen[None]):
                     yield Panel(machine, "Machine", widget_id="machine")
         yield LogPanel(widget_id="log")
         if self._prompt is not None:
-            yield PromptPanel(self._prompt, widget_id="prompt")
+            yield PromptPanel(self._prompt, self._prompt_hint, widget_id="prompt")
         yield Footer()
 
     def on_mount(self) -> None:
@@ -220,7 +239,8 @@ class Dashboard(Screen[None]):
 
     def action_help(self) -> None:
         app = cast("ConsoleApp", self.app)
-        self.app.push_screen(HelpScreen(key_lines(app, self.active_bindings.values())))
+        lines = key_lines(app, self.active_bindings.values())
+        self.app.push_screen(TextScreen("Keys", lambda _: lines, cells=TEXT_CELLS))
 
     def action_log(self) -> None:
         """The log takes the whole screen, or gives it back."""
@@ -272,7 +292,7 @@ class Dashboard(Screen[None]):
 
         def decided(yes: bool | None) -> None:
             if yes:
-                self.act(source.claim, "claim")
+                self.act(source.claim, "Claim")
 
         self.app.push_screen(
             ConfirmScreen("Claim", _claim_lines(snapshot, possible), yes="Claim", possible=possible), decided
@@ -294,16 +314,20 @@ class Dashboard(Screen[None]):
 
         self.app.push_screen(UnlockScreen(view.name, source.unlock), decided)
 
-    def act(self, act: Callable[[], Awaitable[str]], group: str) -> None:
-        """Carry out ``act`` beside the screen, show what it says, read again. One of a group at a time."""
-        if any(worker.group == group and not worker.is_finished for worker in self.workers):
-            self.say("That is still under way.", "warning")
+    def act(self, act: Callable[[], Awaitable[str]], name: str) -> None:
+        """Carry out ``act`` beside the screen, show what it says, read again. One of a name at a time."""
+        if any(worker.group == name and not worker.is_finished for worker in self.workers):
+            self.say(f"{name} is still under way.", "warning")
             return
-        self.run_worker(self._carry_out(act), group=group)
+        self.run_worker(self._carry_out(act, name), group=name)
 
-    async def _carry_out(self, act: Callable[[], Awaitable[str]]) -> None:
+    async def _carry_out(self, act: Callable[[], Awaitable[str]], name: str) -> None:
         try:
-            self.say(await act(), "information")
+            text = await act()
+            if text.count("\n") < _TOAST_LINES:
+                self.say(text, "information")
+            else:
+                self.app.push_screen(TextScreen(name, partial(plain_lines, text), cells=_REPORT_CELLS))
         except KvasirError as error:
             self.say(str(error), "error")
         except Exception as error:
@@ -313,7 +337,8 @@ class Dashboard(Screen[None]):
 
     def say(self, text: str, severity: str) -> None:
         """A toast; text from elsewhere is cleaned and never read as markup."""
-        self.app.notify(clean(text), severity=severity, markup=False, timeout=8)  # type: ignore[arg-type]
+        text = "\n".join(clean(row) for row in text.split("\n"))
+        self.app.notify(text, severity=severity, markup=False, timeout=8)  # type: ignore[arg-type]
 
 
 def _claim_lines(snapshot: NodeSnapshot, possible: bool) -> list[Line]:
@@ -329,4 +354,4 @@ def _claim_lines(snapshot: NodeSnapshot, possible: bool) -> list[Line]:
         if possible
         else f"Below the gateway's minimum of {fmt.kvr(seen.minimum_claim_micro_kvr)}. It accrues with the work."
     )
-    return lines + [line(Span(row, Role.LABEL if possible else Role.WARN)) for row in wrap(text, 58)]
+    return lines + [line(Span(row, Role.LABEL if possible else Role.WARN)) for row in wrap(text, TEXT_CELLS)]

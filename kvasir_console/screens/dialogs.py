@@ -1,23 +1,32 @@
-"""Questions over the dashboard: a confirmation, and the passphrase."""
+"""What lies over the dashboard: a confirmation, the passphrase, a text to read."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable, Sequence
 from typing import ClassVar
 
+from rich.cells import cell_len
 from textual import constants
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical
+from textual.content import Content
 from textual.screen import ModalScreen
 from textual.widgets import Button, Input
 
 from kvasir_console.errors import KvasirError
-from kvasir_console.screens.line import Line, Role, Span, line, wrap
+from kvasir_console.screens.line import Line, Role, Span, clean, line, wrap
 from kvasir_console.screens.widgets.lines import Lines
+from kvasir_console.screens.widgets.scroller import Scroller
 
-_TEXT_CELLS = 58
+TEXT_CELLS = 58
+"""Cells of text in a dialog of ordinary width."""
+_FRAME_CELLS = 7
+"""Border, padding and scroll bar of a text screen."""
 MOST_PASSPHRASE = 1024
+_HEAD = re.compile(r" *(?:[!-~]+ {2,})?")
+"""An indent, or a label with its column."""
 
 
 class ConfirmScreen(ModalScreen[bool]):
@@ -32,14 +41,14 @@ class ConfirmScreen(ModalScreen[bool]):
 
     def __init__(self, title: str, lines: Sequence[Line], *, yes: str, possible: bool = True) -> None:
         super().__init__()
-        self._title = title
+        self._heading = title
         self._lines = list(lines)
         self._yes = yes
         self._possible = possible
 
     def compose(self) -> ComposeResult:
         with Vertical(classes="dialog") as dialog:
-            dialog.border_title = self._title
+            dialog.border_title = Content(self._heading)
             text = Lines(self._lines, widget_id="confirm-text")
             text.styles.height = len(self._lines)
             yield text
@@ -56,6 +65,56 @@ class ConfirmScreen(ModalScreen[bool]):
 
     def action_other(self) -> None:
         self.focus_next()
+
+
+class TextScreen(ModalScreen[None]):
+    """Lines to read, and to scroll when there are many. ``build`` makes them for a width in cells."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape,q,question_mark,enter", "leave", "Close", id="text.close"),
+    ]
+
+    def __init__(self, title: str, build: Callable[[int], Sequence[Line]], *, cells: int) -> None:
+        super().__init__()
+        self._heading = title
+        self._build = build
+        self._cells = cells
+
+    def compose(self) -> ComposeResult:
+        with Vertical(classes="dialog text") as dialog:
+            dialog.border_title = Content(self._heading)
+            dialog.border_subtitle = "escape closes"
+            dialog.styles.width = self._cells + _FRAME_CELLS
+            scroller = Scroller(widget_id="text-lines")
+            scroller.follows = False
+            yield scroller
+
+    def on_resize(self) -> None:
+        self.call_after_refresh(self._draw)
+
+    def _draw(self) -> None:
+        scroller = self.query_one(Scroller)
+        lines = self._build(max(1, scroller.size.width - 1))
+        scroller.styles.height = len(lines)
+        scroller.set_rows(lines)
+
+    def action_leave(self) -> None:
+        self.dismiss()
+
+
+def plain_lines(text: str, cells: int) -> list[Line]:
+    """``text`` as it is; a line that is too long is wrapped under its own indent or beside its label."""
+    rows: list[str] = []
+    for each in text.strip("\n").split("\n"):
+        each = clean(each)
+        head = _HEAD.match(each)
+        prefix = head[0] if head is not None and len(head[0]) < cells // 2 else ""
+        if cell_len(each) <= cells:
+            rows.append(each)
+        else:
+            wrapped = wrap(each[len(prefix) :], cells - len(prefix))
+            rows += [(" " * len(prefix) if index else prefix) + row for index, row in enumerate(wrapped)]
+    return [line(Span(row)) for row in rows]
 
 
 class PassphraseInput(Input):
@@ -131,7 +190,7 @@ class UnlockScreen(ModalScreen[bool]):
         self.dismiss(False)
 
     def _say(self, text: str, role: Role) -> None:
-        self.query_one("#unlock-status", Lines).set_lines([line(Span(row, role)) for row in wrap(text, _TEXT_CELLS, 2)])
+        self.query_one("#unlock-status", Lines).set_lines([line(Span(row, role)) for row in wrap(text, TEXT_CELLS, 2)])
 
 
 def keys_are_recorded(features: frozenset[str]) -> bool:

@@ -1,50 +1,15 @@
-"""The help screen, made from the bindings that are active: it cannot be out of date."""
+"""The lines of the help, made from the bindings that are active: they cannot be out of date."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import ClassVar
 
-from textual.app import App, ComposeResult
-from textual.binding import ActiveBinding, Binding, BindingType
-from textual.containers import Vertical
-from textual.screen import ModalScreen
+from textual.app import App
+from textual.binding import ActiveBinding
 
 from kvasir_console.screens.line import Line, Role, Span, fit, line
-from kvasir_console.screens.widgets.scroller import Scroller
 
 _KEYS, _NAME = 12, 26
-
-
-class HelpScreen(ModalScreen[None]):
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape,q,question_mark,enter", "leave", "Close", id="help.close"),
-    ]
-
-    def __init__(self, lines: Iterable[Line]) -> None:
-        super().__init__()
-        self._lines = list(lines)
-
-    def compose(self) -> ComposeResult:
-        with Vertical(classes="dialog help") as dialog:
-            dialog.border_title = "Keys"
-            dialog.border_subtitle = "escape closes"
-            scroller = Scroller(widget_id="help-lines")
-            scroller.styles.height = len(self._lines)
-            yield scroller
-
-    def on_mount(self) -> None:
-        self.query_one(Scroller).follows = False
-        self.call_after_refresh(self._draw)
-
-    def on_resize(self) -> None:
-        self.call_after_refresh(self._draw)
-
-    def _draw(self) -> None:
-        self.query_one(Scroller).set_rows(self._lines)
-
-    def action_leave(self) -> None:
-        self.dismiss()
 
 
 def key_lines(app: App[int], bindings: Iterable[ActiveBinding]) -> list[Line]:

@@ -14,7 +14,7 @@ from textual.widgets import Input
 
 from kvasir_console.errors import ExitCode, LedgerError
 from kvasir_console.screens.app import ConsoleApp, LocalAction
-from kvasir_console.screens.dialogs import ConfirmScreen, PassphraseInput, UnlockScreen
+from kvasir_console.screens.dialogs import ConfirmScreen, PassphraseInput, TextScreen, UnlockScreen, plain_lines
 from kvasir_console.screens.widgets.prompt import PromptPanel
 
 SMALL = (80, 24)
@@ -130,7 +130,7 @@ async def test_a_second_claim_waits_for_the_first() -> None:
             await pilot.press("y")
             await pilot.pause()
         assert source.claims == 1
-        assert toasts(app) == ["That is still under way."]
+        assert toasts(app) == ["Claim is still under way."]
         running.set()
         await until(pilot, lambda: "done" in toasts(app))
 
@@ -263,10 +263,45 @@ async def test_a_local_action_has_a_key_and_says_what_came_of_it() -> None:
         await refreshed(app, pilot)
         assert "x Stop one node" in screen_text(app)
         await pilot.press("x")
-        await until(pilot, lambda: toasts(app) == ["One node was stopped."])
+        await until(pilot, lambda: toasts(app) == ["Stop one node has begun.", "One node was stopped."])
         await pilot.press("?")
         await pilot.pause()
         assert "Stop one node" in screen_text(app)
+
+
+def test_a_report_keeps_its_columns_where_it_must_be_wrapped() -> None:
+    text = "\nCHECKS   one two three four\n         | five six seven eight nine\nshort  as it is\n" + "x" * 50
+    rows = ["".join(span.text for span in row) for row in plain_lines(text, 22)]
+    assert rows == [
+        "CHECKS   one two three",
+        "         four",
+        "         | five six",
+        "         seven eight",
+        "         nine",
+        "short  as it is",
+        "x" * 22,
+        "x" * 22,
+        "x" * 6,
+    ]
+
+
+async def test_a_long_answer_to_an_action_is_shown_to_be_read() -> None:
+    async def act() -> str:
+        return "\n".join(["Report", "", *(f"line {i} [/markup] \x1b[2J" for i in range(40))])
+
+    app = console([FakeSource()], actions=[LocalAction("x", "Whole pass", act)])
+    async with app.run_test(size=SMALL) as pilot:
+        await refreshed(app, pilot)
+        await pilot.press("x")
+        await until(pilot, lambda: isinstance(app.screen, TextScreen))
+        await until(pilot, lambda: "line 0 [/markup]" in screen_text(app))
+        assert "Whole pass" in screen_text(app)
+        assert "line 39" not in screen_text(app)
+        await pilot.press("end")
+        await until(pilot, lambda: "line 39 [/markup]" in screen_text(app))
+        await pilot.press("escape")
+        await pilot.pause()
+        assert app.screen is app.dashboard
 
 
 async def test_a_defect_in_an_act_is_said_and_does_not_end_the_console() -> None:
@@ -277,9 +312,9 @@ async def test_a_defect_in_an_act_is_said_and_does_not_end_the_console() -> None
     async with app.run_test(size=SMALL) as pilot:
         await refreshed(app, pilot)
         await pilot.press("x")
-        await until(pilot, lambda: toasts(app))
-        assert "RuntimeError" in toasts(app)[0]
-        assert "internal detail" not in toasts(app)[0]
+        await until(pilot, lambda: len(toasts(app)) == 2)
+        assert "RuntimeError" in toasts(app)[1]
+        assert "internal detail" not in toasts(app)[1]
         assert app.is_running
 
 

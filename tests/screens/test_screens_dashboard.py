@@ -26,8 +26,8 @@ from textual.widgets import Input
 from kvasir_console.node.phase import Phase
 from kvasir_console.node.snapshot import EarningsView
 from kvasir_console.screens.app import ConsoleApp
+from kvasir_console.screens.dialogs import TextScreen
 from kvasir_console.screens.graph import Symbols
-from kvasir_console.screens.help import HelpScreen
 from kvasir_console.screens.widgets.lines import Lines, Panel
 from kvasir_console.screens.widgets.log import LogPanel
 from kvasir_console.screens.widgets.scroller import Scroller
@@ -45,17 +45,18 @@ def visible(app: ConsoleApp) -> dict[str, Region]:
     return {str(panel.id): panel.region for panel in app.screen.query("*") if isinstance(panel, kinds) and panel.region}
 
 
-@pytest.mark.parametrize("size", [SMALL, (100, 30), (101, 24), (101, 38), (120, 40), LARGE, (220, 60)])
-@pytest.mark.parametrize("nodes", [1, 4])
+@pytest.mark.parametrize("size", [SMALL, (100, 30), (101, 24), (101, 39), (131, 40), (132, 40), LARGE, (220, 60)])
+@pytest.mark.parametrize("nodes", [1, 4, 12])
 async def test_panels_stay_on_the_screen_and_apart(size: tuple[int, int], nodes: int) -> None:
-    app = console(several()[:nodes])
+    app = console((several() * 3)[:nodes])
     async with app.run_test(size=size) as pilot:
         await refreshed(app, pilot)
         regions = visible(app)
         assert {"header", "answer", "phase", "slice", "relay", "throughput", "earnings"} <= set(regions)
         assert ("nodes" in regions) == (nodes > 1)
-        assert ("log" in regions) == (size[1] >= 38)
-        assert ("machine" in regions) == (size[0] > 100)
+        assert ("log" in regions) == (size[1] >= 39)
+        assert ("machine" in regions) == (size[0] >= 132)
+        assert ("cpu 42%" in app.query_one("#slice", Panel).text) == (size[0] < 132)
         inside = Region(0, 0, size[0], size[1] - 1)  # the footer's row is not theirs
         assert all(inside.contains_region(region) for region in regions.values())
         assert not [pair for pair in combinations(regions.items(), 2) if pair[0][1].overlaps(pair[1][1])]
@@ -295,7 +296,7 @@ async def test_help_lists_every_key_with_its_id() -> None:
         await refreshed(app, pilot)
         await pilot.press("?")
         await pilot.pause()
-        assert isinstance(app.screen, HelpScreen)
+        assert isinstance(app.screen, TextScreen)
         shown = screen_text(app)
         for key, name, binding in (
             ("q ^q", "Quit", "quit"),

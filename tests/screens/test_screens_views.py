@@ -158,7 +158,7 @@ def test_the_share_is_a_bar_at_its_place() -> None:
 
 def test_a_narrow_slice_panel_carries_the_machine() -> None:
     assert "cpu 42%" in text("slice", SERVING, 36)
-    assert "cpu" not in text("slice", SERVING, 60)
+    assert "cpu" not in text("slice", SERVING, 62)
 
 
 def test_experts_count_rows_and_layers_count_tokens() -> None:

@@ -349,7 +349,7 @@ async def test_a_running_node_is_unlocked_from_outside(node, secret, tmp_path):
 async def test_a_claim_is_made_from_outside(node):
     failed(await ask("wallet", "claim"), ExitCode.LEDGER, "0 micro-KVR", "accrues")
     node.pending = 1_500_000
-    assert (await ask("wallet", "claim")).stdout == "1.5 KVR claimed, reserved\n"
+    assert (await ask("wallet", "claim")).stdout == "1.500000 KVR claimed, reserved\n"
     as_json = await ask("wallet", "claim", "--json")
     assert json.loads(as_json.stdout) == {"claim_id": "c", "micro_kvr": 1_500_000, "state": "reserved"}
 

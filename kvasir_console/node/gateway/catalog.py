@@ -21,7 +21,8 @@ from kvasir_console.engine.checkpoint.gguf import Checkpoint
 from kvasir_console.engine.checkpoint.shape import ModelShape
 from kvasir_console.engine.checkpoint.shard import write_expert_shard, write_stage
 from kvasir_console.errors import ConfigError, UsageError
-from kvasir_console.node.gateway.census import SHARD_EXPERTS, OfferedModel, short_model_name
+from kvasir_console.node.gateway.census import SHARD_EXPERTS, OfferedModel
+from kvasir_console.node.gateway.coverage import short_model_name
 
 CACHE_BYTES = 16 * 2**30
 """Most bytes of slices kept; the least recently served go first."""

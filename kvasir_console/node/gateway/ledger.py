@@ -28,7 +28,8 @@ from sqlalchemy.engine import Connection, Row
 from sqlalchemy.exc import IntegrityError
 
 from kvasir_console.errors import LedgerError
-from kvasir_console.node.gateway.store import Store, accounts, attempts, claim_items, claims, counters
+from kvasir_console.node.gateway.store import Store
+from kvasir_console.node.gateway.tables import accounts, attempts, claim_items, claims, counters
 from kvasir_console.wallet import settlement
 
 MAX_COUNTER_MICRO_UNITS = 2**62

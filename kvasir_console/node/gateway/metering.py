@@ -24,7 +24,8 @@ import sqlalchemy as sa
 from kvasir_console.errors import KvasirError
 from kvasir_console.node.gateway.census import Census
 from kvasir_console.node.gateway.plans import plan_from_text
-from kvasir_console.node.gateway.store import Store, meter, ring_totals
+from kvasir_console.node.gateway.store import Store
+from kvasir_console.node.gateway.tables import meter, ring_totals
 from kvasir_console.relay.hub import SessionCount
 from kvasir_console.wallet import settlement
 

@@ -12,7 +12,8 @@ from starlette.routing import Route
 
 from kvasir_console.errors import UsageError, WalletError
 from kvasir_console.node.gateway.catalog import Slices
-from kvasir_console.node.gateway.census import Census, parse_report, short_model_name
+from kvasir_console.node.gateway.census import Census
+from kvasir_console.node.gateway.coverage import parse_report, short_model_name
 from kvasir_console.node.gateway.identity import Caller, Identity
 from kvasir_console.node.gateway.metering import Meter
 from kvasir_console.node.gateway.plans import PlannedRing

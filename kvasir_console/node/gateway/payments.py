@@ -130,9 +130,8 @@ class Payments:
         }
         return JSONResponse({"owner": owner, "totals": totals, "nodes": [node.to_json(now) for node in nodes]})
 
-    async def all(self, request: Request) -> Response:
+    async def all(self, _request: Request) -> Response:
         """The network's nodes, wallets shortened."""
-        del request
         now = self._clock()
         nodes = merge(await asyncio.to_thread(self._ledger.accounts), self._census.workers(now))
         shown = []

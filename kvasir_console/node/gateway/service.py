@@ -9,16 +9,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import socket as sockets
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Generator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import httpx
-import uvicorn
 from starlette.applications import Starlette
 
 from kvasir_console.config import Config
@@ -26,10 +24,11 @@ from kvasir_console.errors import EngineError, KvasirError
 from kvasir_console.node.gateway.app import make_app
 from kvasir_console.node.gateway.authority import HubAuthority
 from kvasir_console.node.gateway.backends import Backend, BackendInfo, RingBackend, TrunkBackend
-from kvasir_console.node.gateway.catalog import Slices, read_catalog
+from kvasir_console.node.gateway.catalog import CatalogModel, Slices, read_catalog
 from kvasir_console.node.gateway.census import Census
 from kvasir_console.node.gateway.domains import own_domains
 from kvasir_console.node.gateway.generation import Generations
+from kvasir_console.node.gateway.httpserver import serving
 from kvasir_console.node.gateway.identity import Identity, Secrets
 from kvasir_console.node.gateway.info import Info
 from kvasir_console.node.gateway.ledger import Ledger
@@ -118,76 +117,33 @@ class GatewayService:
         return await self._settler.poll()
 
     async def _start(self) -> None:
-        config, gateway, paths = self._config, self._config.gateway, self._paths
+        gateway, paths = self._config.gateway, self._paths
         paths.ensure()
         token_file = Path(gateway.service_token_file).expanduser() if gateway.service_token_file else None
         secrets = await asyncio.to_thread(Secrets.load, paths.data / "gateway", token_file)
         catalog = await asyncio.to_thread(read_catalog, gateway.models)
-        self._store = await asyncio.to_thread(
-            Store.open, gateway.database or f"sqlite:///{paths.data / 'gateway.sqlite'}"
-        )
+        database = gateway.database or f"sqlite:///{paths.data / 'gateway.sqlite'}"
+        self._store = await asyncio.to_thread(Store.open, database)
         self._stack.callback(self._store.close)
         self._identity = Identity(secrets, self._store, self._clock)
         self._ledger = Ledger(self._store)
         self._census = Census(gateway.target_replicas)
         self._census.offer(offered for model in catalog.values() if (offered := model.offered))
         self._meter = Meter(self._store, self._census, self._clock)
-        rings = await asyncio.to_thread(make_rings, catalog.values(), self._store, self._identity)
-        backends: list[Backend] = []
+        self._generations = Generations(self._store, self._clock)
+        self._rings = await asyncio.to_thread(make_rings, catalog.values(), self._store, self._identity)
         trunks: dict[str, Trunk] = {}
         self._trunks = Trunks(trunks)
-        self._hub = Hub(HubAuthority(self._identity, self._census, rings, self._trunks, self._meter, self._clock))
+        self._hub = Hub(HubAuthority(self._identity, self._census, self._rings, self._trunks, self._meter, self._clock))
         self._meter.watch_bytes(self._hub.sessions)
         self._meter.watch_engines(lambda: self._trunks.read(self._meter))
-        for number, model in enumerate(catalog.values()):
-            if model.placement == "ring":
-                ring = rings[model.id]
-                backend = RingBackend(
-                    BackendInfo(model.id, model.name, ring, model.shape.context_length), ring, self._hub
-                )
-                self._stack.push_async_callback(backend.close)
-                backends.append(backend)
-            else:
-                trunk_backend = TrunkBackend(BackendInfo(model.id, model.name, None, model.shape.context_length))
-                backends.append(trunk_backend)
-                trunks[model.id] = Trunk(
-                    f"trunk{number}", model, trunk_backend, self._make_engine, config.engine, gateway.dispatch_wire
-                )
-        self._spawn("engines", self._trunks.run())
+        backends = [self._backend(number, model, trunks) for number, model in enumerate(catalog.values())]
+        if trunks:
+            self._spawn("engines", self._trunks.run())
         socket = check_socket_path(paths.runtime / "gateway.http")
-        tls = server_context(Path(gateway.tls_cert), Path(gateway.tls_key)) if gateway.tls_cert else None
-        self._front = Front(self._hub, socket, host=gateway.host, port=gateway.port, tls=tls)
-        await self._front.start()
-        self._stack.push_async_callback(self._front.close)
-        certificate = Path(gateway.tls_cert) if gateway.tls_cert else None
-        self._identity.domains = own_domains(gateway.host, self._front.port, certificate)
-        self._generations = Generations(self._store, self._clock)
-        openai = OpenAI(
-            backends,
-            self._generations,
-            self._identity,
-            public_url=self.public_url,
-            open_access=is_loopback(gateway.host),
-        )
-        slices = Slices(paths.cache / "slices", catalog)
-        app = make_app(
-            [
-                *openai.routes(),
-                *Info(self._identity, self._store, openai, gateway, config.wallet, self.public_url).routes(),
-                *Participation(
-                    self._identity, self._census, slices, rings, self._meter, self._hub, self._clock
-                ).routes(),
-                *Payments(
-                    self._identity,
-                    self._ledger,
-                    self._census,
-                    minimum_micro_kvr=gateway.minimum_claim_micro_kvr,
-                    clock=self._clock,
-                ).routes(),
-            ]
-        )
+        await self._open_port(socket)
         self._stack.push_async_callback(self._generations.close)
-        await self._stack.enter_async_context(serving(app, socket))
+        await self._stack.enter_async_context(serving(self._app(backends, catalog), socket))
         self._stack.push_async_callback(self._hub.close)
         client = httpx.AsyncClient(
             transport=httpx.AsyncHTTPTransport(uds=str(socket)), base_url="http://gateway", trust_env=False
@@ -204,6 +160,50 @@ class GatewayService:
         self._spawn("sweep", self._sweep())
         self._spawn("retention", self._forget())
         log.info("the gateway serves %s", self.public_url)
+
+    def _backend(self, number: int, model: CatalogModel, trunks: dict[str, Trunk]) -> Backend:
+        """What answers for a model; a trunk's engine is added to ``trunks``."""
+        if model.placement == "ring":
+            ring = self._rings[model.id]
+            backend = RingBackend(BackendInfo(model.id, model.name, ring, model.shape.context_length), ring, self._hub)
+            self._stack.push_async_callback(backend.close)
+            return backend
+        trunk = TrunkBackend(BackendInfo(model.id, model.name, None, model.shape.context_length))
+        engine, wire = self._config.engine, self._config.gateway.dispatch_wire
+        trunks[model.id] = Trunk(f"trunk{number}", model, trunk, self._make_engine, engine, wire)
+        return trunk
+
+    async def _open_port(self, socket: Path) -> None:
+        gateway = self._config.gateway
+        certificate = Path(gateway.tls_cert) if gateway.tls_cert else None
+        tls = server_context(certificate, Path(gateway.tls_key)) if certificate else None
+        self._front = Front(self._hub, socket, host=gateway.host, port=gateway.port, tls=tls)
+        await self._front.start()
+        self._stack.push_async_callback(self._front.close)
+        self._identity.domains = own_domains(gateway.host, self._front.port, certificate)
+
+    def _app(self, backends: Sequence[Backend], catalog: Mapping[str, CatalogModel]) -> Starlette:
+        config, gateway = self._config, self._config.gateway
+        openai = OpenAI(
+            backends,
+            self._generations,
+            self._identity,
+            public_url=self.public_url,
+            open_access=is_loopback(gateway.host),
+        )
+        info = Info(self._identity, self._store, openai, gateway, config.wallet, self.public_url)
+        slices = Slices(self._paths.cache / "slices", catalog)
+        participation = Participation(
+            self._identity, self._census, slices, self._rings, self._meter, self._hub, self._clock
+        )
+        payments = Payments(
+            self._identity,
+            self._ledger,
+            self._census,
+            minimum_micro_kvr=gateway.minimum_claim_micro_kvr,
+            clock=self._clock,
+        )
+        return make_app([*openai.routes(), *info.routes(), *participation.routes(), *payments.routes()])
 
     def _spawn(self, name: str, work: Coroutine[Any, Any, None]) -> None:
         self._tasks[name] = asyncio.create_task(work, name=f"gateway-{name}")
@@ -246,55 +246,6 @@ class GatewayService:
             await self.settle()
         except KvasirError as error:
             log.warning("the last work is not settled yet; it is metered and will be: %s", error)
-
-
-@asynccontextmanager
-async def serving(app: Starlette, socket: Path) -> AsyncIterator[None]:
-    """Serve ``app`` on a Unix socket in this loop."""
-    socket.unlink(missing_ok=True)
-    server = _Server(
-        uvicorn.Config(
-            app,
-            uds=str(socket),
-            lifespan="off",
-            ws="none",
-            log_config=None,
-            access_log=False,
-            proxy_headers=False,
-            server_header=False,
-            timeout_graceful_shutdown=2,
-        )
-    )
-    task = asyncio.create_task(server.serve(), name="gateway-http")
-    try:
-        ready = asyncio.create_task(server.listening.wait())
-        await asyncio.wait({task, ready}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            ready.cancel()
-            task.result()
-            raise EngineError("http_not_started", "The HTTP server of the gateway did not start.", "Read the log.")
-        yield
-    finally:
-        server.should_exit = True
-        await task
-        socket.unlink(missing_ok=True)
-
-
-class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers: the process is stopped by whoever runs the service."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.listening = asyncio.Event()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Generator[None, None, None]:
-        yield
-
-    async def startup(self, sockets: list[sockets.socket] | None = None) -> None:
-        await super().startup(sockets)
-        if self.started:
-            self.listening.set()
 
 
 async def _end(task: asyncio.Task[None]) -> None:

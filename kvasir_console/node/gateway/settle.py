@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 
 from kvasir_console.errors import KvasirError, LedgerError, NetworkError
-from kvasir_console.node.gateway.census import PLATFORM_KEYS
+from kvasir_console.node.gateway.coverage import PLATFORM_KEYS
 from kvasir_console.node.gateway.identity import SERVICE_HEADER
 from kvasir_console.node.gateway.ledger import Ledger, Reading
 from kvasir_console.wallet import settlement

@@ -1,4 +1,4 @@
-"""The operator's database: tables, the engine, and the small records (nonces, plans, requests, facts).
+"""The operator's database: opening it, its transactions, and the small records (nonces, plans, requests, facts).
 
 SQLite in WAL mode by default, PostgreSQL by URL. Money has a module of its own, ``ledger.py``, over the same tables.
 
@@ -24,6 +24,7 @@ from sqlalchemy.exc import OperationalError, SQLAlchemyError
 from sqlalchemy.pool import ConnectionPoolEntry
 
 from kvasir_console.errors import LedgerError
+from kvasir_console.node.gateway.tables import facts, metadata, nonces, plans, requests, ring_totals
 
 SCHEMA_VERSION = 1
 NONCE_TTL_S = 300
@@ -33,152 +34,6 @@ NONCES_PER_ADDRESS = 1_000
 BUSY_TIMEOUT_MS = 10_000
 CONTENT_TTL_S = 30 * 86_400
 """How long the tokens of an answer are kept; the accounting row stays."""
-
-metadata = sa.MetaData()
-
-facts = sa.Table(
-    "facts",
-    metadata,
-    sa.Column("name", sa.String(64), primary_key=True),
-    sa.Column("value", sa.Text, nullable=False),
-)
-
-nonces = sa.Table(
-    "nonces",
-    metadata,
-    sa.Column("nonce", sa.String(64), primary_key=True),
-    sa.Column("wallet", sa.String(44), nullable=False, index=True),
-    sa.Column("purpose", sa.String(64), nullable=False),
-    sa.Column("address", sa.String(64), nullable=False, index=True),
-    sa.Column("issued_at", sa.BigInteger, nullable=False),
-    sa.Column("expires_at", sa.BigInteger, nullable=False, index=True),
-)
-
-plans = sa.Table(
-    "plans",
-    metadata,
-    sa.Column("ring", sa.String(128), primary_key=True),
-    sa.Column("generation", sa.Integer, nullable=False),
-    sa.Column("content", sa.Text, nullable=False),
-)
-
-requests = sa.Table(
-    "requests",
-    metadata,
-    sa.Column("id", sa.String(64), primary_key=True),
-    sa.Column("model", sa.String(256), nullable=False),
-    sa.Column("created", sa.BigInteger, nullable=False, index=True),
-    sa.Column("finished", sa.BigInteger),
-    sa.Column("prompt_tokens", sa.Integer),
-    sa.Column("completion_tokens", sa.Integer, nullable=False, default=0),
-    sa.Column("finish", sa.String(64)),
-    sa.Column("tokens", sa.Text),
-)
-"""``finish`` is the finish reason, ``cancelled`` or an error code; ``tokens`` a JSON list, erased after a while."""
-
-meter = sa.Table(
-    "meter",
-    metadata,
-    sa.Column("run_id", sa.String(160), primary_key=True),
-    sa.Column("wallet", sa.String(44), primary_key=True),
-    sa.Column("worker_id", sa.String(256), primary_key=True),
-    sa.Column("kind", sa.String(16), primary_key=True),
-    sa.Column("model", sa.String(256), nullable=False),
-    sa.Column("micro_units", sa.BigInteger, nullable=False),
-    sa.Column("requests", sa.BigInteger, nullable=False),
-    sa.Column("rows", sa.BigInteger, nullable=False),
-    sa.Column("pairs", sa.BigInteger, nullable=False),
-    sa.Column("bytes_up", sa.BigInteger, nullable=False),
-    sa.Column("bytes_down", sa.BigInteger, nullable=False),
-    sa.Column("platform", sa.Text, nullable=False),
-    sa.Column("updated_at", sa.BigInteger, nullable=False, index=True),
-)
-"""Work as it was metered, cumulative within a run: it outlives the process that counted it."""
-
-ring_totals = sa.Table(
-    "ring_totals",
-    metadata,
-    sa.Column("ring", sa.String(128), primary_key=True),
-    sa.Column("generation", sa.Integer, primary_key=True),
-    sa.Column("token_rows", sa.BigInteger, nullable=False),
-    sa.Column("requests", sa.BigInteger, nullable=False),
-    sa.Column("plan", sa.Text, nullable=False),
-    sa.Column("updated_at", sa.BigInteger, nullable=False),
-)
-"""Token rows that went through a whole ring under one generation of its plan."""
-
-counters = sa.Table(
-    "counters",
-    metadata,
-    sa.Column("run_id", sa.String(160), primary_key=True),
-    sa.Column("wallet", sa.String(44), primary_key=True),
-    sa.Column("worker_id", sa.String(256), primary_key=True),
-    sa.Column("kind", sa.String(16), primary_key=True),
-    sa.Column("baseline", sa.BigInteger, nullable=False),
-)
-"""How much of each cumulative counter was credited. One row for each run, so runs may be read in any order."""
-
-accounts = sa.Table(
-    "accounts",
-    metadata,
-    sa.Column("wallet", sa.String(44), primary_key=True),
-    sa.Column("worker_id", sa.String(256), primary_key=True),
-    sa.Column("kind", sa.String(16), primary_key=True),
-    sa.Column("model", sa.String(256), nullable=False),
-    sa.Column("micro_units", sa.BigInteger, nullable=False),
-    sa.Column("source_run_id", sa.String(160), nullable=False),
-    sa.Column("multiplier", sa.String(64), nullable=False),
-    sa.Column("credited_micro_kvr", sa.BigInteger, nullable=False),
-    sa.Column("carry_num", sa.Text, nullable=False),
-    sa.Column("carry_den", sa.Text, nullable=False),
-    sa.Column("claimed_micro_kvr", sa.BigInteger, nullable=False),
-    sa.Column("platform", sa.Text, nullable=False),
-    sa.Column("created_at", sa.BigInteger, nullable=False),
-    sa.Column("last_work_at", sa.BigInteger, nullable=False),
-    sa.CheckConstraint("claimed_micro_kvr >= 0 AND claimed_micro_kvr <= credited_micro_kvr", name="claimed_within"),
-)
-
-claims = sa.Table(
-    "claims",
-    metadata,
-    sa.Column("number", sa.Integer, primary_key=True, autoincrement=True),
-    sa.Column("id", sa.String(64), nullable=False, unique=True),
-    sa.Column("wallet", sa.String(44), nullable=False, index=True),
-    sa.Column("micro_kvr", sa.BigInteger, nullable=False),
-    sa.Column("state", sa.String(16), nullable=False, index=True),
-    sa.Column("signature", sa.String(96), unique=True),
-    sa.Column("raw", sa.LargeBinary),
-    sa.Column("last_valid_block_height", sa.BigInteger),
-    sa.Column("error", sa.Text, nullable=False),
-    sa.Column("created_at", sa.BigInteger, nullable=False),
-    sa.Column("updated_at", sa.BigInteger, nullable=False),
-    sa.CheckConstraint("micro_kvr > 0", name="claim_positive"),
-)
-
-claim_items = sa.Table(
-    "claim_items",
-    metadata,
-    sa.Column("claim_id", sa.ForeignKey("claims.id"), primary_key=True),
-    sa.Column("wallet", sa.String(44), primary_key=True),
-    sa.Column("worker_id", sa.String(256), primary_key=True),
-    sa.Column("kind", sa.String(16), primary_key=True),
-    sa.Column("micro_kvr", sa.BigInteger, nullable=False),
-    sa.ForeignKeyConstraint(
-        ["wallet", "worker_id", "kind"], ["accounts.wallet", "accounts.worker_id", "accounts.kind"]
-    ),
-)
-"""Which rows a claim empties; a claim that failed on chain gives them back."""
-
-attempts = sa.Table(
-    "attempts",
-    metadata,
-    sa.Column("number", sa.Integer, primary_key=True, autoincrement=True),
-    sa.Column("signature", sa.String(96), nullable=False, unique=True),
-    sa.Column("claim_id", sa.ForeignKey("claims.id"), nullable=False, index=True),
-    sa.Column("outcome", sa.String(16), nullable=False),
-    sa.Column("at", sa.BigInteger, nullable=False),
-)
-"""Every transaction ever signed for a claim, so that an expired one can still be found on chain."""
 
 
 @dataclass(frozen=True, slots=True)

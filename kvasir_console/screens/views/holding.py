@@ -10,15 +10,16 @@ from kvasir_console.screens.line import Line, Role, Span, crop, cut_middle, labe
 from kvasir_console.screens.views.machine import one_line
 
 LABEL = 9
+MACHINE_CELLS = 62
+"""Narrower panels end with the machine's line: their screen has no panel for it (``console.tcss``: 132 columns)."""
 _BAR_MOST = 32
 
 
 def holding(frame: Frame, cells: int, height: int) -> list[Line]:
-    """In a narrow panel the machine's load is the last line; a wide screen has a panel for it."""
     snapshot = frame.snapshot
     held = None if snapshot is None else snapshot.held
     lines = [line(Span("No slice is held.", Role.LABEL))] if held is None else _slice(held, cells)
-    if snapshot is not None and cells < 48:
+    if snapshot is not None and cells < MACHINE_CELLS:
         lines = [*lines[: height - 1], one_line(snapshot.machine, cells)]
     return [crop(each, cells) for each in lines[:height]]
 

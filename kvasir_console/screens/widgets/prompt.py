@@ -34,9 +34,12 @@ class Prompt(Protocol):
 class PromptPanel(Vertical):
     """One question at a time: the answer as it comes, and how long the first piece took."""
 
-    def __init__(self, prompt: Prompt, *, widget_id: str, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, prompt: Prompt, hint: str = "", *, widget_id: str, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         super().__init__(id=widget_id)
         self._prompt = prompt
+        self._hint = hint or "a prompt, then enter"
         self._clock = clock
         self._question = ""
         self._answer = ""
@@ -46,7 +49,7 @@ class PromptPanel(Vertical):
     def compose(self) -> ComposeResult:
         yield Scroller(widget_id="prompt-answer")
         yield Lines(widget_id="prompt-status")
-        yield Input(placeholder="a prompt, then enter", id="prompt-input", compact=True, max_length=8000)
+        yield Input(placeholder=self._hint, id="prompt-input", compact=True, max_length=8000)
 
     def on_mount(self) -> None:
         self.border_title = "Prompt"

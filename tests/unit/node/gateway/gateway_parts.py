@@ -23,6 +23,7 @@ from kvasir_console.node.gateway.backends import Backend, BackendInfo, Event
 from kvasir_console.node.gateway.catalog import CatalogModel, Slices, read_catalog
 from kvasir_console.node.gateway.census import Census
 from kvasir_console.node.gateway.generation import Generations
+from kvasir_console.node.gateway.httpserver import serving
 from kvasir_console.node.gateway.identity import Identity, Secrets
 from kvasir_console.node.gateway.info import Info
 from kvasir_console.node.gateway.ledger import Ledger
@@ -31,7 +32,6 @@ from kvasir_console.node.gateway.openai import OpenAI
 from kvasir_console.node.gateway.participation import Participation
 from kvasir_console.node.gateway.payments import Payments
 from kvasir_console.node.gateway.plans import PlannedRing, make_rings
-from kvasir_console.node.gateway.service import serving
 from kvasir_console.node.gateway.store import Store
 from kvasir_console.relay.front import Front
 from kvasir_console.relay.hub import Hub

@@ -12,7 +12,8 @@ from gateway_parts import ALICE, BOB, CAROL, DENSE, MOE, NOW, Clock, NoTrunks, W
 from kvasir_console.config import ServedModel
 from kvasir_console.node.gateway.authority import HubAuthority
 from kvasir_console.node.gateway.catalog import read_catalog
-from kvasir_console.node.gateway.census import STALE_S, Census, parse_report
+from kvasir_console.node.gateway.census import STALE_S, Census
+from kvasir_console.node.gateway.coverage import parse_report
 from kvasir_console.node.gateway.identity import Identity, Secrets
 from kvasir_console.node.gateway.plans import make_rings
 from kvasir_console.node.gateway.store import Store

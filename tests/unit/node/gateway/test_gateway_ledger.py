@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from sqlalchemy.exc import IntegrityError
 
 from kvasir_console.errors import LedgerError
-from kvasir_console.node.gateway import store as tables
+from kvasir_console.node.gateway import tables
 from kvasir_console.node.gateway.ledger import Claim, ClaimState, Ledger, Reading
 from kvasir_console.node.gateway.settle import parse_row
 from kvasir_console.node.gateway.store import Store

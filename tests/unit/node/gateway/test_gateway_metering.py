@@ -14,7 +14,8 @@ from gateway_parts import ALICE, BOB, CAROL, MOE, NOW, Clock, Gateway, gateway
 
 from kvasir_console.config import ServedModel
 from kvasir_console.errors import LedgerError, NetworkError
-from kvasir_console.node.gateway.census import Census, OfferedModel, parse_report
+from kvasir_console.node.gateway.census import Census, OfferedModel
+from kvasir_console.node.gateway.coverage import parse_report
 from kvasir_console.node.gateway.ledger import Ledger
 from kvasir_console.node.gateway.metering import Meter, ring_contributions
 from kvasir_console.node.gateway.settle import Settler, parse_row

@@ -17,7 +17,8 @@ from kvasir_console.config import ServedModel
 from kvasir_console.engine.checkpoint.digest import model_digest, source_digest
 from kvasir_console.engine.checkpoint.gguf import Checkpoint
 from kvasir_console.engine.checkpoint.shard import verify_shard, verify_stage
-from kvasir_console.node.gateway.store import NONCE_TTL_S, nonces
+from kvasir_console.node.gateway.store import NONCE_TTL_S
+from kvasir_console.node.gateway.tables import nonces
 from kvasir_console.node.placement.plan import verify_plan
 from kvasir_console.relay.wire.signed import mint_node_token, read_node_token
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from gateway_parts import ALICE, BOB, CAROL, DOMAIN, MOE, NOW, Gateway, Wallet, gateway
 
-from kvasir_console.node.gateway.census import parse_report
+from kvasir_console.node.gateway.coverage import parse_report
 from kvasir_console.node.gateway.ledger import ClaimState, Reading
 from kvasir_console.node.gateway.payout import TREASURY_FACT
 from kvasir_console.relay.wire.signed import action_text

@@ -446,6 +446,14 @@ async def test_a_busy_port_stops_the_start_and_leaves_nothing_running(
     assert not [task for task in asyncio.all_tasks() if task.get_name().startswith("gateway-")]
 
 
+async def test_a_gateway_of_rings_alone_goes_on(tmp_path: Path, models: tuple[ServedModel, ...]) -> None:
+    async with running(tmp_path, models[1:]) as gateway:
+        waiting = asyncio.create_task(gateway.service.wait())
+        assert (await gateway.client.get("/health")).status_code == 200
+        assert not waiting.done()
+        waiting.cancel()
+
+
 async def test_a_part_that_ends_is_seen(tmp_path: Path, models: tuple[ServedModel, ...]) -> None:
     async with running(tmp_path, models[:1]) as gateway:
         waiting = asyncio.create_task(gateway.service.wait())

@@ -11,7 +11,7 @@ import sqlalchemy as sa
 from gateway_parts import ALICE, BOB
 
 from kvasir_console.errors import LedgerError
-from kvasir_console.node.gateway import store as tables
+from kvasir_console.node.gateway import tables
 from kvasir_console.node.gateway.store import (
     NONCE_TTL_S,
     NONCES_PER_ADDRESS,

@@ -14,9 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 # Two cores and many processes: a thread pool of OpenMP that spins makes everybody slow.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-_MODEL_CACHE = Path(
-    os.environ.get("KVASIR_TEST_CACHE") or Path(platformdirs.user_cache_dir("kvasir-console")) / "test"
-)
+_MODEL_CACHE = Path(os.environ.get("KVASIR_TEST_CACHE") or Path(platformdirs.user_cache_dir("kvasir-console")) / "test")
 
 
 @pytest.fixture(autouse=True)

@@ -63,7 +63,7 @@ class Gateway:
     async def complete(
         self, model: str, prompt: str, max_tokens: int, *, experts: str = "network", trace: bool = False
     ) -> Answer:
-        """A greedy completion of a raw prompt, streamed, of exactly ``max_tokens``. Raises what the gateway answered."""
+        """A greedy, streamed completion of a raw prompt, of exactly ``max_tokens``. Raises what was answered."""
         text: list[str] = []
         started = time.monotonic()
         first = ended = 0.0

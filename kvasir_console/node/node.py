@@ -104,7 +104,7 @@ class Node:
             state=self._state,
             held=None if self._holding is None else self._holding.view(),
             relays=tuple(_relay_view(uplink.snapshot(), now_s) for uplink in self._uplinks),
-            work=self._telemetry.view(),
+            work=self._telemetry.view(layers=isinstance(self._holding, RingHolding)),
             earnings=self._accounts.view(),
             download=self._download,
             machine=MachineView(

@@ -39,7 +39,8 @@ class Telemetry:
             self._rates.append(((now.rows - last.rows) / elapsed_s, (now.tokens - last.tokens) / elapsed_s))
         self._last = now
 
-    def view(self) -> WorkView:
+    def view(self, *, layers: bool = False) -> WorkView:
+        """``layers``: the node serves a window of layers, whose history counts tokens; experts count rows."""
         total = _add(self._base, self._last or Counters())
         recent = list(self._rates)[-RATE_WINDOW_S:]
         count = max(len(recent), 1)
@@ -52,7 +53,7 @@ class Telemetry:
             tokens=total.tokens,
             rows_per_s=round(rows_per_s, 2),
             tokens_per_s=round(tokens_per_s, 2),
-            history=tuple(round(rows, 2) for rows, _ in self._rates),
+            history=tuple(round(tokens if layers else rows, 2) for rows, tokens in self._rates),
         )
 
 

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
-import pty
 import re
-import select
 import signal
-import struct
-import subprocess
 import sys
-import termios
-import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
+from console_terminal import ENTER, LEAVE, Terminal
 
 PROGRAM = """
 import asyncio, sys
@@ -31,69 +23,6 @@ except KvasirError as error:
     code = int(error.exit_code)
 raise SystemExit(code)
 """
-ENTER, LEAVE = b"\x1b[?1049h", b"\x1b[?1049l"
-
-
-class Terminal:
-    """A child on a pty of 80x24."""
-
-    def __init__(self, *arguments: str, **environment: str) -> None:
-        self.master, slave = pty.openpty()
-        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("TEXTUAL", "NO_COLOR"))}
-        here = Path(__file__).parent
-        path = os.pathsep.join([str(here), str(here.parents[1])])
-        self.child = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, *(arguments or ("",))],
-            stdin=slave,
-            stdout=slave,
-            stderr=slave,
-            start_new_session=True,
-            env={**inherited, "TERM": "xterm-256color", "LC_ALL": "C.UTF-8", "PYTHONPATH": path, **environment},
-        )
-        os.close(slave)
-        self.output = b""
-
-    def read(self, seconds: float) -> bytes:
-        """What comes within ``seconds``, at most one chunk."""
-        if not select.select([self.master], [], [], seconds)[0]:
-            return b""
-        try:
-            chunk = os.read(self.master, 65_536)
-        except OSError:  # the child is gone: Linux says EIO
-            return b""
-        self.output += chunk
-        return chunk
-
-    def expect(self, words: bytes) -> None:
-        deadline = time.monotonic() + 30
-        while words not in self.output:
-            assert time.monotonic() < deadline, self.output[-2000:]
-            self.read(0.2)
-
-    def settle(self) -> None:
-        """Until the terminal was silent for a fifth of a second."""
-        deadline = time.monotonic() + 30
-        while self.read(0.2):
-            assert time.monotonic() < deadline
-
-    def type(self, keys: str) -> None:
-        os.write(self.master, keys.encode())
-
-    def wait(self) -> int:
-        deadline = time.monotonic() + 30
-        while self.child.poll() is None:
-            assert time.monotonic() < deadline, self.output[-2000:]
-            self.read(0.1)
-        while self.read(0.1):
-            pass
-        return self.child.returncode
-
-    def close(self) -> None:
-        if self.child.poll() is None:
-            self.child.kill()
-            self.child.wait()
-        os.close(self.master)
 
 
 @pytest.fixture
@@ -101,8 +30,8 @@ def terminal() -> Iterator[type[Terminal]]:
     opened: list[Terminal] = []
 
     class Opened(Terminal):
-        def __init__(self, *arguments: str, **environment: str) -> None:
-            super().__init__(*arguments, **environment)
+        def __init__(self, warning: str = "", **environment: str) -> None:
+            super().__init__([sys.executable, "-c", PROGRAM, warning], **environment)
             opened.append(self)
 
     yield Opened

@@ -83,3 +83,11 @@ def test_the_total_is_the_sum_over_all_lives_of_the_engine(lives):
         expected += total
     assert telemetry.view().rows == expected
     assert all(rate >= 0 for rate in telemetry.view().history)
+
+
+def test_the_history_of_layers_is_in_tokens_and_of_experts_in_rows() -> None:
+    telemetry = Telemetry()
+    telemetry.sample(Counters(), 1.0)
+    telemetry.sample(Counters(rows=40, tokens=8), 2.0)
+    assert telemetry.view().history == (20.0,)
+    assert telemetry.view(layers=True).history == (4.0,)

@@ -183,6 +183,13 @@ class Gateway:
         return {"Authorization": f"Bearer {reply.json()['node_token']}"}
 
 
+def entry(session: str, wallet: str, paid: int, rows: int = 3, **fields: Any) -> dict[str, Any]:
+    """One session of an engine's ``coverage`` reply."""
+    base = {"layer": 1, "begin": 0, "end": 8, "wire": "v2", "failures": 0, "in_flight": 0, "connected": True}
+    counts = {"requests": 1, "rows": rows, "pairs": 2 * rows, "paid_bytes": paid, "rtt_ms": None, "quarantined": False}
+    return {"session": session, "wallet": wallet, **base, **counts, **fields}
+
+
 def tiny_models(directory: Path) -> tuple[ServedModel, ...]:
     """A mixture of experts with more experts than one shard may hold, and a dense model planned as a ring."""
     moe = builders.write_tiny_llama(

@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from gateway_parts import ALICE, BOB, CAROL, MOE, NOW, Clock, Gateway, gateway
+from gateway_parts import ALICE, BOB, CAROL, MOE, NOW, Clock, Gateway, entry, gateway
 
 from kvasir_console.config import ServedModel
 from kvasir_console.errors import LedgerError, NetworkError
@@ -25,13 +25,6 @@ from kvasir_console.relay.session import SessionCount
 from kvasir_console.relay.wire.signed import canonical_json
 
 VECTORS = json.loads((Path(__file__).parents[3] / "data/conformance/settlement.json").read_text())
-
-
-def entry(session: str, wallet: str, paid: int, rows: int = 3, **fields: Any) -> dict[str, Any]:
-    """One session of an engine's ``coverage`` reply."""
-    base = {"layer": 1, "begin": 0, "end": 8, "wire": "v2", "failures": 0, "in_flight": 0, "connected": True}
-    counts = {"requests": 1, "rows": rows, "pairs": 2 * rows, "paid_bytes": paid, "rtt_ms": None, "quarantined": False}
-    return {"session": session, "wallet": wallet, **base, **counts, **fields}
 
 
 @pytest.fixture

@@ -15,8 +15,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from gateway_parts import ALICE, BOB, DENSE, MOE, N_LAYER, Clock, Wallet
-from test_gateway_metering import entry
+from gateway_parts import ALICE, BOB, DENSE, MOE, N_LAYER, Clock, Wallet, entry
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed
 

@@ -166,10 +166,16 @@ class Dashboard(Screen[None]):
     def paint(self, views: tuple[NodeView, ...]) -> None:
         """Show what was read, in one batch."""
         self._views = views
+        for log_panel in self.query(LogPanel):
+            log_panel.take(views)
+        self._repaint()
+
+    def on_screen_resume(self) -> None:
         self._repaint()
 
     def _repaint(self) -> None:
-        if not self.is_mounted:
+        # Under a dialog every change would paint the whole screen anew, dialog included: it waits until that is gone.
+        if not self.is_mounted or self.app.screen is not self:
             return
         frame = self.frame
         with self.app.batch_update():

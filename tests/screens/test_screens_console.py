@@ -47,9 +47,6 @@ def test_a_node_is_unlocked_watched_by_a_second_console_and_stopped(home: dict[s
     node.expect_text("○locked")
     node.type("u")
     node.expect_text("Unlockthewallet")
-    node.type("not it\r")
-    node.expect_text("passphrase")
-    node.settle()
     node.type(PASSPHRASE + "\r")
     node.expect_text("●unlocked")
 

@@ -11,12 +11,13 @@ import pytest
 from console_terminal import ENTER, LEAVE, Terminal
 
 PROGRAM = """
-import asyncio, sys
+import asyncio, sys, time
 from console_fakes import FakeSource, Clock
 from kvasir_console.errors import KvasirError
 from kvasir_console.screens import app as screens
 try:
-    app = screens.ConsoleApp([FakeSource()], clock=Clock(), interval_s=0.02, quit_warning=sys.argv[1])
+    clock = time.time if sys.argv[2] == "moving" else Clock()
+    app = screens.ConsoleApp([FakeSource()], clock=clock, interval_s=0.02, quit_warning=sys.argv[1])
     code = asyncio.run(screens.run_app(app))
 except KvasirError as error:
     print(error, file=sys.stderr)
@@ -30,8 +31,9 @@ def terminal() -> Iterator[type[Terminal]]:
     opened: list[Terminal] = []
 
     class Opened(Terminal):
-        def __init__(self, warning: str = "", **environment: str) -> None:
-            super().__init__([sys.executable, "-c", PROGRAM, warning], **environment)
+        def __init__(self, warning: str = "", *, moving: bool = False, **environment: str) -> None:
+            clock = "moving" if moving else "still"
+            super().__init__([sys.executable, "-c", PROGRAM, warning, clock], **environment)
             opened.append(self)
 
     yield Opened
@@ -55,6 +57,19 @@ def test_an_unchanged_node_costs_the_terminal_nothing(terminal: type[Terminal]) 
     written = len(console.output)
     assert console.read(0.5) == b""  # some twenty rounds of reading
     assert len(console.output) == written
+    console.type("q")
+    assert console.wait() == 0
+
+
+def test_under_a_dialog_nothing_is_painted(terminal: type[Terminal]) -> None:
+    console = terminal(moving=True)
+    console.expect(b"SERVING")
+    console.type("?")
+    console.expect(b"escape closes")
+    console.settle()
+    assert console.read(0.5) == b""
+    console.type("q")
+    console.expect_text("SERVING")
     console.type("q")
     assert console.wait() == 0
 

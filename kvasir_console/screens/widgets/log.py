@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from textual import events
 from textual.app import ComposeResult
@@ -15,6 +16,7 @@ from kvasir_console.screens.frame import Frame
 from kvasir_console.screens.graph import Symbols
 from kvasir_console.screens.line import Line, Role, Span, clean, line, wrap
 from kvasir_console.screens.logbuffer import LogBuffer
+from kvasir_console.screens.reader import NodeView
 from kvasir_console.screens.widgets.scroller import Scroller
 
 _TIME = re.compile(r"[0-9T:.,+-]{8,32}(?= )")
@@ -32,7 +34,7 @@ class LogPanel(Vertical):
         self._buffers: dict[int, LogBuffer] = {}
         self._selected = 0
         self._filter = ""
-        self._unseen = 0
+        self._added = self._dropped = self._unseen = 0
         self._width = 0
         self._titles = ("", "")
 
@@ -52,24 +54,29 @@ class LogPanel(Vertical):
     def scroller(self) -> Scroller:
         return self.query_one(Scroller)
 
-    def show(self, frame: Frame) -> None:
-        """Take every node's new lines; draw those of the selected one."""
-        added = dropped = 0
-        for index, view in enumerate(frame.views):
+    def take(self, views: Sequence[NodeView]) -> None:
+        """Remember every node's new lines, whether they are drawn now or not."""
+        for index, view in enumerate(views):
             buffer = self._buffers.setdefault(index, LogBuffer())
-            counts = buffer.take(view.snapshot.log) if view.snapshot is not None else (0, 0)
-            if index == frame.selected:
-                added, dropped = counts
-        self.scroller.ascii_only = frame.symbols is Symbols.ASCII
+            added, dropped = buffer.take(view.snapshot.log) if view.snapshot is not None else (0, 0)
+            if index == self._selected:
+                self._added += added
+                self._dropped += dropped
+
+    def show(self, frame: Frame) -> None:
+        """Draw the selected node's lines, if anything about them changed."""
+        scroller = self.scroller
+        scroller.ascii_only = frame.symbols is Symbols.ASCII
+        added, dropped, self._added, self._dropped = self._added, self._dropped, 0, 0
         if frame.selected != self._selected:
             self._selected = frame.selected
             self._unseen = 0
-            self.scroller.follows = True
+            scroller.follows = True
             self._rebuild()
-        elif added or self._width != self.scroller.scrollable_content_region.width:
-            self._unseen = 0 if self.scroller.follows else self._unseen + added
+        elif added or self._width != scroller.scrollable_content_region.width:
+            self._unseen = 0 if scroller.follows else self._unseen + added
             self._rebuild(dropped)
-        elif self._unseen and self.scroller.follows:
+        elif self._unseen and scroller.follows:
             self._unseen = 0
             self._title()
 

@@ -52,8 +52,12 @@ class Steps:
     def __init__(self) -> None:
         self._started = time.monotonic()
 
+    @property
+    def seconds(self) -> float:
+        return round(time.monotonic() - self._started, 1)
+
     def __call__(self, line: str) -> None:
-        print(f"[{time.monotonic() - self._started:5.1f} s] {line}", file=sys.stderr, flush=True)
+        print(f"[{self.seconds:5.1f} s] {line}", file=sys.stderr, flush=True)
 
 
 async def _local(arguments: argparse.Namespace, models: Models, directory: Path | None, *, with_screens: bool) -> int:
@@ -74,7 +78,7 @@ async def _local(arguments: argparse.Namespace, models: Models, directory: Path 
 
                 return await run_console(network, gateway, models, arguments)
             report = await one_pass(network, gateway, models, arguments.prompt, arguments.max_tokens, say)
-            report["seconds"] = round(time.monotonic() - say._started, 1)
+            report["seconds_with_start"] = say.seconds
             print(json.dumps(report, indent=2) if arguments.json else describe(report))
             if arguments.headless and not arguments.once:
                 say("The network stays up; stop it with SIGTERM or Ctrl-C")

@@ -32,4 +32,10 @@ async def run_console(network: LocalNetwork, gateway: Gateway, models: Models, a
         return describe(report)
 
     actions = [LocalAction("w", "Whole pass", whole_pass)]
-    return await run_local(sources, prompt, actions=actions)
+    return await run_local(
+        sources,
+        prompt,
+        prompt_hint="a prompt for the experts; begin it with /ring to send it round the ring",
+        actions=actions,
+        quit_warning="Quitting stops the whole local network: ledger, gateway and every node.",
+    )

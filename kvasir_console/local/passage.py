@@ -7,6 +7,7 @@ from the settlement store and, for balances, from the ledger's RPC.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
@@ -31,6 +32,7 @@ async def one_pass(
     network: LocalNetwork, gateway: Gateway, models: Models, prompt: str, max_tokens: int, say: Say
 ) -> Report:
     """Run the pass and return its report; ``report["checks"]`` says which of its promises held."""
+    started = time.monotonic()
     say(f"Waiting until {models.moe_id} is loaded and its experts are joined")
     await network.wait_ready(lambda: ready(network, gateway, models), "a model is not served")
     say(f"Ring: {prompt!r} through {len(network.ring)} stages")
@@ -50,6 +52,7 @@ async def one_pass(
     report["experts"] = [await _expert_report(network, member, contributions) for member in network.experts]
     report["ledger"] = await _ledger_report(network, gateway, say)
     report["checks"] = _checks(report)
+    report["seconds"] = round(time.monotonic() - started, 1)
     return report
 
 

@@ -14,7 +14,7 @@ def describe(report: dict[str, Any]) -> str:
     ring, moe, ledger = report["ring"], report["moe"], report["ledger"]
     lines = [
         "",
-        f"One pass through the whole network, {report.get('seconds', 0):g} s, prompt {report['prompt']!r}",
+        f"One pass through the whole network, {report['seconds']:g} s{_start(report)}, prompt {report['prompt']!r}",
         "",
         f"RING     {len(ring['stages'])} stages, each its own process and its own layers",
         *(
@@ -50,6 +50,11 @@ def describe(report: dict[str, Any]) -> str:
         "CHECKS   " + ", ".join(f"{name.replace('_', ' ')}: {'yes' if ok else 'NO'}" for name, ok in _pairs(report)),
     ]
     return "\n".join(lines)
+
+
+def _start(report: dict[str, Any]) -> str:
+    """The time since the command began, where that was measured."""
+    return f" ({report['seconds_with_start']:g} s with its start)" if "seconds_with_start" in report else ""
 
 
 def _pairs(report: dict[str, Any]) -> list[tuple[str, bool]]:

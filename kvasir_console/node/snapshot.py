@@ -28,7 +28,10 @@ class SliceView:
 
 @dataclass(frozen=True, slots=True)
 class RelayView:
-    """One outbound session. ``state`` is ``closed``, ``dialling``, ``open`` or ``waiting`` (for ``retry_in_s``)."""
+    """One outbound session. ``state`` is ``closed``, ``dialling``, ``open`` or ``waiting`` (for ``retry_in_s``).
+
+    ``since_s`` is Unix time.
+    """
 
     session: str
     state: str

@@ -53,7 +53,7 @@ log = logging.getLogger(__name__)
 
 _TOAST_LINES = 4
 """A longer answer to an act is shown to be read at leisure."""
-_REPORT_CELLS = 100
+_REPORT_CELLS = 110
 
 
 class NodesPanel(Panel):
@@ -175,7 +175,7 @@ class Dashboard(Screen[None]):
 
     def _repaint(self) -> None:
         # Under a dialog every change would paint the whole screen anew, dialog included: it waits until that is gone.
-        if not self.is_mounted or self.app.screen is not self:
+        if not self.is_mounted or not self.is_current:
             return
         frame = self.frame
         with self.app.batch_update():

@@ -76,10 +76,14 @@ def test_local_opens_the_dashboard_takes_a_prompt_and_ends(
     screen = terminal.until(r"(?i)serving")
     assert "expert-0" in screen
     terminal.keys("p")
+    terminal.until("a prompt for the experts")
     terminal.keys("the weather", "Enter")
     terminal.until(r"rows +[1-9]")  # work is counted on the screen as it is done
     terminal.keys("Escape")
+    terminal.until("q Quit")  # a key right behind Escape would be a Meta key to the terminal
     terminal.keys("2")
     terminal.until("expert-1")
     terminal.keys("q")
+    terminal.until("(?i)quitting stops")
+    terminal.keys("q")  # asked twice it quits
     terminal.until("ended with 0", 60)

@@ -169,6 +169,7 @@ def test_experts_count_rows_and_layers_count_tokens() -> None:
     shown = text("throughput", frame(layers, Symbols.ASCII))
     assert "12.5  tokens/s" in shown
     assert "tokens    77" in shown
+    assert "requests" not in shown  # a stage of a ring does not see them
     assert "pairs" not in shown
     no_sampler = replace(layers, work=replace(layers.work, tokens=0, tokens_per_s=0.0))
     assert "50.0  rows/s" in text("throughput", frame(no_sampler, Symbols.ASCII))
@@ -269,7 +270,14 @@ def test_many_nodes_scroll_with_the_selection() -> None:
         assert len(rows) == 6
         assert any(f"node-{selected} " in row and "▸" in row for row in rows)
         assert nodes.first_row(shown, 6) <= selected < nodes.first_row(shown, 6) + 5
-        assert f" {selected + 1} " in text("nodes", shown, 80, 1)
+        assert f"{selected + 1} ◌ node-{selected}" in text("nodes", shown, 80, 1)
+
+
+def test_the_strip_shows_rates_for_all_or_for_none() -> None:
+    four = tuple(NodeView("x", replace(SERVING, name=f"expert-{i}")) for i in range(4))
+    assert text("nodes", Frame(four, 0, NOW_S, Symbols.BRAILLE), 80, 1).split(" ● ")[1] == "expert-0 23.5/s 2"
+    longer = (*four[:3], NodeView("x", replace(SERVING, name="expert-three")))
+    assert "/s" not in text("nodes", Frame(longer, 0, NOW_S, Symbols.BRAILLE), 80, 1)
 
 
 def test_the_strip_finds_the_node_under_the_pointer() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from rich.cells import cell_len
+
+from kvasir_console.node.snapshot import NodeSnapshot
 from kvasir_console.screens import format as fmt
 from kvasir_console.screens.frame import Frame
 from kvasir_console.screens.line import Line, Role, Span, crop, cut_middle, fit, line, width
@@ -82,22 +85,27 @@ def strip_cell(cells: int, count: int) -> int:
 def _strip(frame: Frame, cells: int) -> Line:
     each = strip_cell(cells, len(frame.views))
     first, last = _around(frame.selected, len(frame.views), max(1, cells // each))
+    rates = [_rate(frame.views[index].snapshot) for index in range(first, last)]
+    names = [cut_middle(frame.views[index].name, each - 4 - len(str(last))) for index in range(first, last)]
+    if any(len(str(last)) + 4 + cell_len(name) + len(rate) > each for name, rate in zip(names, rates, strict=True)):
+        rates = [""] * len(rates)
     spans: list[Span] = []
-    for index in range(first, last):
-        rate, _ = headline(frame.views[index].snapshot)
+    for index, name, rate in zip(range(first, last), names, rates, strict=True):
         chosen = index == frame.selected
-        name = cut_middle(frame.views[index].name, each - 7)
-        text = "" if rate is None else f" {fmt.rate(rate)}/s"
         node = [
-            Span(f" {index + 1} ", Role.SELECTED if chosen else Role.LABEL),
+            Span(str(index + 1), Role.SELECTED if chosen else Role.LABEL),
             Span(" "),
             dot(frame, index),
             Span(f" {name}", Role.STRONG if chosen else Role.TEXT),
+            Span(rate, Role.LABEL),
         ]
-        if width(node) + len(text) < each:
-            node.append(Span(text, Role.LABEL))
         spans += [*node, Span(" " * (each - width(node)))]
     return crop(line(*spans), cells)
+
+
+def _rate(snapshot: NodeSnapshot | None) -> str:
+    rate, _ = headline(snapshot)
+    return "" if rate is None else f" {fmt.rate(rate)}/s"
 
 
 def strip_index(frame: Frame, cells: int, x: int) -> int:

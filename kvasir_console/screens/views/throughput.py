@@ -59,17 +59,16 @@ def _head(snapshot: NodeSnapshot | None, rate: float | None, unit: str, cells: i
 
 
 def _totals(snapshot: NodeSnapshot | None) -> list[Line]:
-    """Three totals; unknown before the first sample. A stage of layers has no pairs, it has tokens."""
+    """Totals; unknown before the first sample. A stage of layers sees rows and tokens, no requests and no pairs."""
     held = None if snapshot is None else snapshot.held
     work = None if snapshot is None or held is None or not snapshot.work.history else snapshot.work
     layers = held is not None and held.kind == "layers"
-    values = (
-        ("requests", None if work is None else work.requests),
-        ("rows", None if work is None else work.rows),
-        ("tokens" if layers else "pairs", None if work is None else work.tokens if layers else work.pairs),
-    )
+    requests, rows = (None, None) if work is None else (work.requests, work.rows)
+    last = None if work is None else work.tokens if layers else work.pairs
+    values = (("" if layers else "requests", requests), ("rows", rows), ("tokens" if layers else "pairs", last))
     return [
-        line(Span(f"{label} ", Role.LABEL), Span(fit(fmt.compact(value), 5, right=True))) for label, value in values
+        line(Span(f"{label} ", Role.LABEL), Span(fit(fmt.compact(value), 5, right=True))) if label else ()
+        for label, value in values
     ]
 
 

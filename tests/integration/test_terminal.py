@@ -78,12 +78,13 @@ def test_local_opens_the_dashboard_takes_a_prompt_and_ends(
     terminal.keys("p")
     terminal.until("a prompt for the experts")
     terminal.keys("the weather", "Enter")
-    terminal.until(r"rows +[1-9]")  # work is counted on the screen as it is done
+    terminal.until("done: ")
     terminal.keys("Escape")
     terminal.until("q Quit")  # a key right behind Escape would be a Meta key to the terminal
+    terminal.until(r"rows +[1-9]")  # the work of the prompt is counted on the screen
     terminal.keys("2")
     terminal.until("expert-1")
     terminal.keys("q")
     terminal.until("(?i)quitting stops")
-    terminal.keys("q")  # asked twice it quits
+    terminal.keys("y")
     terminal.until("ended with 0", 60)

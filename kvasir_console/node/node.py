@@ -335,7 +335,8 @@ class Node:
             await asyncio.gather(task, return_exceptions=True)
 
     def _uplink_changed(self, state: UplinkState) -> None:
-        why = "" if state.last_close is None else state.last_close.text
+        closed = state.last_close is not None and state.phase is UplinkPhase.WAITING
+        why = state.last_close.text if closed and state.last_close is not None else ""
         self._note(f"Relay session {state.session}: {state.phase.value}. {why}".strip())
         if state.last_close is not None and state.last_close.code == CloseCode.UNKNOWN_SESSION:
             self._wake.set()  # the gateway forgot this node: report again at once

@@ -175,7 +175,7 @@ class Dashboard(Screen[None]):
 
     def _repaint(self) -> None:
         # Under a dialog every change would paint the whole screen anew, dialog included: it waits until that is gone.
-        if not self.is_mounted or not self.is_current:
+        if not self.is_mounted or self.app.screen is not self:
             return
         frame = self.frame
         with self.app.batch_update():

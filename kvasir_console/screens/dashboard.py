@@ -175,7 +175,7 @@ class Dashboard(Screen[None]):
 
     def _repaint(self) -> None:
         # Under a dialog every change would paint the whole screen anew, dialog included: it waits until that is gone.
-        if not self.is_mounted or self.app.screen is not self:
+        if not self.is_mounted or self.app.screen_stack[-1:] != [self]:
             return
         frame = self.frame
         with self.app.batch_update():

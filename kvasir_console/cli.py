@@ -110,13 +110,13 @@ def _console(arguments: argparse.Namespace) -> int:
 
 def _wallet(arguments: argparse.Namespace) -> int:
     """What needs a running node goes to its socket; the rest is done on the vault's file."""
-    if arguments.wallet_command in ("unlock", "claim"):
+    if arguments.wallet_command in ("unlock", "lock", "claim"):
         from kvasir_console import headless
 
-        return headless.ask_node(arguments.wallet_command, arguments)
+        return headless.ask_node(arguments.wallet_command, arguments, keyring=_load(arguments).wallet.keyring)
     from kvasir_console.wallet import command
 
-    return command.run(arguments, _load(arguments).wallet)
+    return command.run(arguments, _load(arguments))
 
 
 def _load(arguments: argparse.Namespace) -> Config:
@@ -146,7 +146,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     _local_parser(commands.add_parser("local", help="the whole network on this machine, with real parts"))
     _models_parser(commands.add_parser("models", help="list, pull, inspect and make checkpoints"))
-    _wallet_parser(commands.add_parser("wallet", help="create or import the wallet, show its address"))
+    _wallet_parser(commands.add_parser("wallet", help="make, import, guard and use the wallet"))
     gateway = commands.add_parser("gateway", help="run the gateway, hub and front port (operators)")
     _setting_option(gateway, dest="command_set", default=argparse.SUPPRESS)
     status = commands.add_parser("status", help="the state of the node that runs with this KVASIR_HOME")
@@ -207,19 +207,6 @@ def _models_parser(parser: argparse.ArgumentParser) -> None:
 
 
 def _wallet_parser(parser: argparse.ArgumentParser) -> None:
-    commands = parser.add_subparsers(dest="wallet_command", metavar="COMMAND", required=True)
-    create = commands.add_parser("create", help="a new wallet; its words are shown once")
-    create.add_argument("--words", type=int, choices=(12, 24), default=24)
-    restore = commands.add_parser("import", help="restore a wallet from its words")
-    restore.add_argument(
-        "--path", metavar="PATH", help="derivation path of the account, or 'none' for solana-keygen's default"
-    )
-    for command in (create, restore):
-        command.add_argument("--force", action="store_true", help="replace the wallet here; the old file is kept")
-    address = commands.add_parser("address", help="this wallet's address")
-    address.add_argument("--json", action="store_true")
-    unlock = commands.add_parser("unlock", help="unlock the wallet of the node that runs with this KVASIR_HOME")
-    for command in (create, restore, unlock):
-        _passphrase_options(command, default=argparse.SUPPRESS)
-    claim = commands.add_parser("claim", help="claim what this wallet earned")
-    claim.add_argument("--json", action="store_true")
+    from kvasir_console.wallet import arguments
+
+    arguments.add_commands(parser, lambda command: _passphrase_options(command, default=argparse.SUPPRESS))

@@ -69,9 +69,19 @@ class WalletConfig:
     rpc_url: str = "https://api.devnet.solana.com"
     rpc_auth_file: str = ""
     """File with the value of the ``Authorization`` header for the RPC (the embedded ledger needs one)."""
+    rpc_fallbacks: str = ""
+    """More RPCs of the same cluster, separated by spaces, for when the first does not answer. They get no header."""
+    commitment: str = "confirmed"
+    """When a transaction counts: ``processed``, ``confirmed`` or ``finalized`` (some 13 s later, and never undone)."""
+    priority_micro_lamports: int = 0
+    """Offered for each compute unit on top of the fee (0: nothing); a transfer asks for 200,000 units at most."""
     mint: str = "6cuJAmqtMuGzJ7s7eWQSqfJvEFRUdTiYR3cuMmiNoCPQ"
     kdf: str = "moderate"
     """Cost of the vault's argon2id: ``interactive`` (64 MiB), ``moderate`` (256 MiB) or ``sensitive`` (1 GiB)."""
+    idle_lock_s: float = 0.0
+    """Lock the wallet of a running node after so many seconds without a signature (0: never)."""
+    keyring: bool = False
+    """Let ``wallet unlock`` and its kin ask the desktop's key ring for the passphrase, once it was kept there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,6 +258,7 @@ def _from_text(section: str, key: str, text: str, source: str) -> Any:
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "node.serve": ("auto", "experts", "ring", "nothing"),
+    "wallet.commitment": ("processed", "confirmed", "finalized"),
     "wallet.kdf": ("interactive", "moderate", "sensitive"),
     "gateway.dispatch_wire": ("v1", "v2", "v2f16"),
 }
@@ -260,6 +271,7 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "node.poll_s": (0.1, 120),
     "node.retry_s": (0.1, 3600),
     "engine.dispatch_timeout_s": (0.01, 3600),
+    "wallet.priority_micro_lamports": (0, 50_000_000),
     "gateway.port": (0, 65535),
     "gateway.settlement_poll_s": (0.1, 3600),
 }

@@ -9,7 +9,7 @@ import json
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,11 +33,13 @@ def run_node(config: Config, arguments: argparse.Namespace) -> int:
     return asyncio.run(_node(config, paths, _passphrase(arguments, prompt)))
 
 
-def _passphrase(arguments: argparse.Namespace, prompt: str | None) -> str | None:
+def _passphrase(
+    arguments: argparse.Namespace, prompt: str | None, cache: Callable[[], str | None] | None = None
+) -> str | None:
     from kvasir_console.wallet.passphrase import read_passphrase
 
     file = Path(arguments.passphrase_file) if arguments.passphrase_file else None
-    return read_passphrase(file=file, fd=arguments.passphrase_fd, prompt=prompt)
+    return read_passphrase(file=file, fd=arguments.passphrase_fd, cache=cache, prompt=prompt)
 
 
 async def _node(config: Config, paths: Paths, passphrase: str | None) -> int:
@@ -86,21 +88,39 @@ async def _gateway(config: Config, paths: Paths) -> int:
     return ExitCode.OK
 
 
-def ask_node(verb: str, arguments: argparse.Namespace) -> int:
-    """``unlock`` or ``claim`` at the node that runs with this home.
+def ask_node(verb: str, arguments: argparse.Namespace, *, keyring: bool = False) -> int:
+    """``unlock``, ``lock`` or ``claim`` at the node that runs with this home.
+
+    Args:
+        keyring: whether the desktop's key ring may be asked for the passphrase.
 
     Raises:
         NetworkError: no node runs.
         WalletError: the passphrase is wrong, or the wallet is locked.
         LedgerError: there is nothing to claim yet.
     """
-    return asyncio.run(_unlock(arguments) if verb == "unlock" else _claim(as_json=arguments.json))
+    match verb:
+        case "unlock":
+            return asyncio.run(_unlock(arguments, keyring=keyring))
+        case "lock":
+            return asyncio.run(_lock())
+    return asyncio.run(_claim(as_json=arguments.json))
 
 
-async def _unlock(arguments: argparse.Namespace) -> int:
+async def _lock() -> int:
     async with _running_node() as client:
-        await client.call("status")  # no node: said before a passphrase is asked for
-        passphrase = _passphrase(arguments, "Passphrase of the wallet: ")
+        await client.call("lock")
+    print("The node's wallet is locked.", file=sys.stderr)
+    return ExitCode.OK
+
+
+async def _unlock(arguments: argparse.Namespace, *, keyring: bool) -> int:
+    from kvasir_console.wallet import passphrase_cache
+
+    async with _running_node() as client:
+        wallet = (await client.snapshot()).wallet  # no node: said before a passphrase is asked for
+        cache = (lambda: passphrase_cache.recall(wallet)) if keyring else None
+        passphrase = _passphrase(arguments, "Passphrase of the wallet: ", cache)
         if passphrase is None:
             raise UsageError(
                 "no_passphrase",
@@ -108,6 +128,8 @@ async def _unlock(arguments: argparse.Namespace) -> int:
                 "Give --passphrase-file FILE (mode 0600) or --passphrase-fd FD.",
             )
         await client.call("unlock", passphrase=passphrase)
+        if arguments.remember:
+            passphrase_cache.remember(wallet, passphrase)
     print("The node's wallet is unlocked.", file=sys.stderr)
     return ExitCode.OK
 

@@ -1,27 +1,37 @@
-"""The participation token: minted by a wallet signature, kept in a private file, renewed before it expires."""
+"""The participation token: minted by a signature, kept in a private file, renewed before it expires.
+
+The wallet signs, or a session key it delegated to (``session_key``) where the gateway knows such keys.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import json
+import logging
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-from kvasir_console.errors import KvasirError
-from kvasir_console.node.market import Market, NodeToken
+from kvasir_console.errors import KvasirError, WalletError
+from kvasir_console.node.market import GatewayInfo, Market, NodeToken
+from kvasir_console.node.session_key import SessionKey, new_session_key, read_session_key, write_session_key
+from kvasir_console.relay.wire.signed import ActionKind, check_bridge_challenge
 from kvasir_console.wallet import private_file
+
+log = logging.getLogger(__name__)
 
 EXPIRY_SKEW_S = 60.0
 _MAX_FILE_BYTES = 16 * 1024
 
 
 class Prover(Protocol):
-    """Signs the one challenge text a node may sign; the wallet's signer process stands behind it."""
+    """Signs the two texts that taking part needs; the wallet's signer process stands behind it."""
 
     async def prove_participation(self, host: str, wallet: str, nonce: str, message: str) -> bytes: ...
+
+    async def sign_delegation(self, key: str, until_s: int, challenge: dict[str, Any]) -> tuple[str, bytes]: ...
 
 
 class Credentials:
@@ -33,7 +43,14 @@ class Credentials:
         self._wallet = wallet
         self._file = file
         self._token = self._read()
+        self._session_file = file.with_name("session-key.json")
+        self._session = read_session_key(self._session_file, market.gateway, wallet)
+        self._delegation = False
         self._minting = asyncio.Lock()
+
+    def learn(self, info: GatewayInfo) -> None:
+        """What the gateway's configuration says about session keys."""
+        self._delegation = info.delegation
 
     @property
     def valid(self) -> bool:
@@ -56,12 +73,46 @@ class Credentials:
                 self._write(token)
         return token.value
 
+    async def delegate(self) -> bool:
+        """Have the wallet delegate to a session key, unless a fresh one is there; whether a new one was made.
+
+        Raises:
+            WalletError: the wallet is locked.
+            NetworkError: the gateway cannot be reached.
+        """
+        now_s = time.time()
+        if not self._delegation or (self._session is not None and self._session.fresh(now_s)):
+            return False
+        session = new_session_key(self._market.gateway, self._wallet, now_s)
+        challenge = await self._market.action_challenge(self._wallet, ActionKind.DELEGATE.value)
+        message, signature = await self._prover.sign_delegation(session.address, session.until_s, challenge)
+        await self._market.delegate(self._wallet, message, signature)
+        write_session_key(self._session_file, session)
+        self._session = session
+        return True
+
     async def _mint(self) -> NodeToken:
+        session = self._session
+        if self._delegation and session is not None and session.until_s > time.time():
+            try:
+                return await self._mint_with(session)
+            except WalletError as error:
+                if error.code != "token_refused":
+                    raise
+                log.info("the session key is given up: %s", error)
+                self._session = None
+                self._session_file.unlink(missing_ok=True)
         challenge = await self._market.challenge(self._wallet)
         signature = await self._prover.prove_participation(
             self._market.host, self._wallet, challenge.nonce, challenge.message
         )
         return await self._market.node_token(self._wallet, challenge.nonce, signature, time.time())
+
+    async def _mint_with(self, session: SessionKey) -> NodeToken:
+        challenge = await self._market.challenge(self._wallet)
+        check_bridge_challenge(challenge.message, self._wallet, challenge.nonce)
+        signature = session.sign(challenge.message.encode())
+        return await self._market.node_token(self._wallet, challenge.nonce, signature, time.time(), key=session.address)
 
     def _read(self) -> NodeToken | None:
         """The kept token, unless it is another wallet's or gateway's, or not readable: then a new one is minted."""

@@ -38,6 +38,7 @@ class GatewayInfo:
     relay_token_header: bool
     placement: bool
     signed_actions: bool
+    delegation: bool
     hub_key: str
     minimum_claim_micro_kvr: int | None
 
@@ -119,6 +120,7 @@ class Market:
             relay_token_header=bool(extensions.get("relay_token_header")),
             placement=bool(extensions.get("placement")),
             signed_actions=bool(extensions.get("signed_actions")),
+            delegation=bool(extensions.get("delegation")),
             hub_key=str(extensions.get("hub_key", "")),
             minimum_claim_micro_kvr=minimum if type(minimum) is int and minimum >= 0 else None,
         )
@@ -127,8 +129,13 @@ class Market:
         data = await self._json("POST", "/api/auth/challenge", body={"wallet": wallet})
         return Challenge(_text(data, "nonce"), _text(data, "message"))
 
-    async def node_token(self, wallet: str, nonce: str, signature: bytes, now_s: float) -> NodeToken:
+    async def node_token(
+        self, wallet: str, nonce: str, signature: bytes, now_s: float, key: str | None = None
+    ) -> NodeToken:
+        """``key`` names the session key that signed, if it was not the wallet."""
         body = {"wallet": wallet, "nonce": nonce, "signature": base64.b64encode(signature).decode()}
+        if key is not None:
+            body["key"] = key
         data = await self._json("POST", "/api/auth/node-token", body=body)
         token = _text(data, "node_token")
         lifetime_s: Any = data.get("expires_in")
@@ -137,6 +144,11 @@ class Market:
         if not token.isascii() or not token.isprintable() or data.get("wallet", wallet) != wallet:
             raise _malformed("/api/auth/node-token", "a token that is not for this wallet")
         return NodeToken(token, wallet, now_s + lifetime_s)
+
+    async def delegate(self, wallet: str, message: str, signature: bytes) -> None:
+        """Hand in a signed ``delegate`` action."""
+        body = {"wallet": wallet, "message": message, "signature": base64.b64encode(signature).decode()}
+        await self._json("POST", "/api/auth/delegate", body=body)
 
     async def demand(self, token: str) -> dict[str, Any]:
         """What the network lacks, by model and layer; also the cheapest proof that a token is accepted."""

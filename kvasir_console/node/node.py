@@ -58,7 +58,7 @@ class Node:
         self._market = Market(
             config.network.gateway, ca_file=config.network.ca_file, timeout_s=config.network.request_timeout_s
         )
-        self._signer = WalletSigner(paths, host=self._market.host)
+        self._signer = WalletSigner(paths, self._market.host, config.wallet.idle_lock_s)
         self.wallet = self._signer.address
         self.name = config.node.name or hardware.host_name()
         self.worker_id = worker_id(self.wallet, self.name)
@@ -130,11 +130,15 @@ class Node:
             await self.unlock(str(message.get("passphrase", "")))
             return {}
 
+        async def lock(_: Message) -> Message:
+            await self.lock()
+            return {}
+
         async def stop(_: Message) -> Message:
             self.stop()
             return {}
 
-        return {"status": status, "claim": claim, "unlock": unlock, "stop": stop}
+        return {"status": status, "claim": claim, "unlock": unlock, "lock": lock, "stop": stop}
 
     def listen(self, listener: Listener) -> None:
         """Call ``listener`` with a snapshot at every change of phase."""
@@ -145,6 +149,10 @@ class Node:
         await self._signer.unlock(passphrase)
         self._note("The wallet is unlocked.")
         self._wake.set()
+
+    async def lock(self) -> None:
+        await self._signer.lock()
+        self._note("The wallet is locked.")
 
     async def claim(self) -> dict[str, object]:
         """Claim what is pending. Raises ``LedgerError`` below the minimum, ``WalletError`` while locked."""
@@ -225,6 +233,8 @@ class Node:
         self._enter(Phase.AUTHENTICATING, f"Asking {self._market.gateway} for a participation token.")
         info = await self._market.config()
         self._accounts.learn(info)
+        self._credentials.learn(info)
+        await self._delegate()
         await self._with_token(self._market.demand)
         if self._holding is None:
             self._holding = await self._find_slice(info)
@@ -288,6 +298,7 @@ class Node:
             elif not wired:
                 self._enter(Phase.REPORTING, "The gateway has not wired a session for this slice yet.")
             self._note_serving()
+            await self._delegate()
             await self._pause(self._config.node.poll_s if wired else self._config.node.retry_s)
 
     async def _heartbeat(self, holding: Holding | None, info: GatewayInfo) -> bool:
@@ -405,6 +416,8 @@ class Node:
     async def _follow_earnings(self) -> None:
         pause_s = min(10.0, self._config.node.poll_s)
         while True:
+            with contextlib.suppress(WalletError):
+                await self._signer.refresh()  # it locks itself when nobody uses it
             try:
                 await self._accounts.refresh()
                 if self._config.node.auto_claim and self._accounts.claimable and not self._signer.locked:
@@ -414,6 +427,16 @@ class Node:
             await asyncio.sleep(pause_s)
 
     # Small things
+
+    async def _delegate(self) -> None:
+        """While the wallet is open, let a session key take part for it: locking it then ends no work."""
+        if self._signer.locked:
+            return
+        try:
+            if await self._credentials.delegate():
+                self._note("A session key may take part for this wallet while it is locked, for 30 days.")
+        except KvasirError as error:
+            log.info("there is no session key: %s", error)
 
     async def _with_token(self, call: Callable[[str], Awaitable[T]]) -> T:
         """Run ``call(token)``; a refused token is minted anew once."""

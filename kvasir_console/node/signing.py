@@ -1,4 +1,4 @@
-"""The node's side of its wallet: the signer child, its state, and the two things a node asks it to sign."""
+"""The node's side of its wallet: the signer child, its state, and the three things a node asks it to sign."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from kvasir_console.errors import SystemResourceError, WalletError
 from kvasir_console.node.supervisor import ChildProcess, module_argv
 from kvasir_console.paths import Paths, check_socket_path
 from kvasir_console.relay.wire.signed import ActionKind, action_text
-from kvasir_console.wallet.intents import ActionIntent, Participation
+from kvasir_console.wallet.delegation import Delegation
+from kvasir_console.wallet.intents import ActionIntent, DelegationIntent, Participation
 from kvasir_console.wallet.signer_client import SignerClient
 from kvasir_console.wallet.vault import public_accounts
 
@@ -24,8 +25,12 @@ _RESTART_S = 2.0
 class WalletSigner:
     """Supervises the signer process. The address is known while locked; the key never leaves the child."""
 
-    def __init__(self, paths: Paths, host: str) -> None:
-        """Raises ``WalletError`` if there is no vault, with the command that makes one."""
+    def __init__(self, paths: Paths, host: str, idle_lock_s: float = 0.0) -> None:
+        """Raises ``WalletError`` if there is no vault, with the command that makes one.
+
+        Args:
+            idle_lock_s: lock after so long without a signature; 0 never.
+        """
         if not paths.vault_file.exists():
             raise WalletError(
                 "no_wallet",
@@ -35,6 +40,7 @@ class WalletSigner:
         self.address = public_accounts(paths.vault_file)[0].address
         self.locked = True
         self._host = host
+        self._idle_lock_s = idle_lock_s
         self._vault = paths.vault_file
         self._socket = check_socket_path(paths.runtime / "signer.sock")
         self._client = SignerClient(self._socket)
@@ -45,6 +51,8 @@ class WalletSigner:
         argv = module_argv(
             "kvasir_console.wallet.signer",
             *("--vault", str(self._vault), "--socket", str(self._socket), "--host", self._host),
+            *("--idle-lock-s", str(self._idle_lock_s)),
+            *("--kinds", Participation.kind, DelegationIntent.kind, ActionIntent.kind),
         )
         self._child = ChildProcess("signer", argv, log_file)
         await self._child.start()
@@ -84,15 +92,32 @@ class WalletSigner:
     async def lock(self) -> None:
         self.locked = (await self._client.lock()).locked
 
+    async def refresh(self) -> None:
+        """Learn whether the signer locked itself meanwhile. Raises ``WalletError`` ``signer_gone``."""
+        self.locked = (await self._client.status()).locked
+
     async def prove_participation(self, host: str, wallet: str, nonce: str, message: str) -> bytes:
         """Sign a participation challenge. Raises ``WalletError`` while locked, or for another text than was asked."""
         return await self._client.sign(Participation(host=host, message=message, wallet=wallet, nonce=nonce))
+
+    async def sign_delegation(self, key: str, until_s: int, challenge: dict[str, Any]) -> tuple[str, bytes]:
+        """The text and signature that let a session key take part for this wallet."""
+        nonce, issued, expires = _challenge(challenge)
+        signature = await self._client.sign(DelegationIntent(self._host, key, until_s, nonce, issued, expires))
+        details = Delegation(key, until_s).details()
+        text = action_text(self._host, ActionKind.DELEGATE, self.address, details, nonce, issued, expires)
+        return text, signature
 
     async def sign_action(
         self, action: ActionKind, details: dict[str, Any], challenge: dict[str, Any]
     ) -> tuple[str, bytes]:
         """The text and signature of one action. Only this wallet's own gateway is ever named in it."""
-        nonce, issued, expires = (str(challenge.get(key, "")) for key in ("nonce", "issued_at", "expires_at"))
+        nonce, issued, expires = _challenge(challenge)
         intent = ActionIntent(self._host, action, details, nonce, issued, expires)
         signature = await self._client.sign(intent)
         return action_text(self._host, action, self.address, details, nonce, issued, expires), signature
+
+
+def _challenge(challenge: dict[str, Any]) -> tuple[str, str, str]:
+    nonce, issued, expires = (str(challenge.get(key, "")) for key in ("nonce", "issued_at", "expires_at"))
+    return nonce, issued, expires

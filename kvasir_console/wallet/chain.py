@@ -13,94 +13,68 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import struct
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
+from pathlib import Path
 from types import TracebackType
 from typing import Any
-from urllib.parse import urlsplit
 
-from solana.rpc.async_api import AsyncClient
 from solana.rpc.commitment import Commitment
 from solana.rpc.models import TxOpts
 from solders.account import Account
-from solders.hash import Hash
 from solders.instruction import Instruction
 from solders.keypair import Keypair
 from solders.message import MessageV0
 from solders.pubkey import Pubkey
 from solders.signature import Signature
+from solders.sysvar import CLOCK as CLOCK_SYSVAR
 from solders.token.state import TokenAccount
 from solders.transaction import VersionedTransaction
 from spl.token.constants import TOKEN_PROGRAM_ID
 
-from kvasir_console.errors import ConfigError, LedgerError, NetworkError, UsageError
+from kvasir_console.config import WalletConfig
+from kvasir_console.errors import LedgerError, NetworkError, UsageError
 from kvasir_console.wallet import token
-from kvasir_console.wallet.chain_errors import PreflightError, ask, describe_error
+from kvasir_console.wallet.chain_endpoints import Endpoints, Pin, check_rpc_url
+from kvasir_console.wallet.chain_errors import PreflightError, describe_error, stale
 from kvasir_console.wallet.chain_history import (
     HistoryItem,
     KvrMovement,
+    Movement,
     TransactionView,
     history_item,
     transaction_view,
 )
+from kvasir_console.wallet.chain_signing import PreparedTransfer, RecentBlockhash, assemble, sign
+from kvasir_console.wallet.chain_types import Outcome, OutcomeState, Preview, SignatureStatus, Simulation
 from kvasir_console.wallet.keys import decode_address
+from kvasir_console.wallet.localnet.auth import read_auth_file
+
+__all__ = [
+    "Chain",
+    "Outcome",
+    "OutcomeState",
+    "PreparedTransfer",
+    "Preview",
+    "RecentBlockhash",
+    "SignatureStatus",
+    "Simulation",
+    "assemble",
+    "check_rpc_url",
+    "open_chain",
+    "sign",
+]
 
 POLL_S = 0.5
 RESEND_S = 3.0
 OUTCOME_TIMEOUT_S = 180.0
-_LOOPBACK = ("127.0.0.1", "::1", "localhost")
-
-
-@dataclass(frozen=True, slots=True)
-class RecentBlockhash:
-    hash: Hash
-    last_valid_block_height: int
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedTransfer:
-    """A signed transaction. Store ``signature`` and ``last_valid_block_height`` before it is submitted."""
-
-    raw: bytes
-    signature: str
-    last_valid_block_height: int
-
-
-class OutcomeState(StrEnum):
-    CONFIRMED = "confirmed"
-    """It landed and did what it says."""
-    FAILED = "failed"
-    """It landed, paid its fee and changed nothing else."""
-    EXPIRED = "expired"
-    """It did not land and never will."""
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    state: OutcomeState
-    slot: int | None = None
-    error: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class SignatureStatus:
-    slot: int
-    commitment: Commitment
-    error: str | None
-    """What failed, in words; ``None`` for success."""
-
-
-@dataclass(frozen=True, slots=True)
-class Simulation:
-    error: str | None
-    logs: tuple[str, ...]
-    units: int
+MAX_CLOCK_LAG_S = 120.0
+"""How far the chain's own clock may be behind this machine's before nothing is signed."""
 
 
 class Chain:
-    """A connection to one RPC. Addresses and signatures go in and out in base58.
+    """A connection to a cluster, by one RPC or several. Addresses and signatures go in and out in base58.
 
     Every method raises ``NetworkError`` when the RPC does not answer and ``LedgerError`` when it refuses, and
     ``WalletError`` for text that is no address.
@@ -111,34 +85,39 @@ class Chain:
         rpc_url: str,
         auth: str | None = None,
         *,
+        fallbacks: Sequence[str] = (),
+        pin: Pin | None = None,
         commitment: str = Commitment.CONFIRMED,
         timeout_s: float = 20.0,
         poll_s: float = POLL_S,
         monotonic_s: Callable[[], float] = time.monotonic,
+        now_s: Callable[[], float] = time.time,
     ) -> None:
         """
         Args:
             rpc_url: ``https://``; plain ``http://`` only to this machine.
-            auth: value of the ``Authorization`` header, if the RPC wants one.
+            auth: value of the ``Authorization`` header, if that RPC wants one. The fallbacks never get it.
+            fallbacks: RPCs of the same cluster to ask when it does not answer or lags behind.
+            pin: which cluster it has to be.
             commitment: level at which something counts: ``processed``, ``confirmed`` or ``finalized``.
             timeout_s: longest wait for one answer.
 
         Raises:
             ConfigError: ``rpc_url_insecure``.
         """
-        check_rpc_url(rpc_url)
         self.rpc_url = rpc_url
         self.commitment = Commitment(commitment)
         self._poll_s = poll_s
         self._monotonic_s = monotonic_s
-        self._client = AsyncClient(
-            rpc_url,
+        self._now_s = now_s
+        self._rpc = Endpoints(
+            (rpc_url, *fallbacks),
+            auth,
             commitment=self.commitment,
-            timeout=timeout_s,
-            extra_headers=None if auth is None else {"Authorization": auth},
+            timeout_s=timeout_s,
+            pin=pin,
+            monotonic_s=monotonic_s,
         )
-        if urlsplit(rpc_url).hostname in _LOOPBACK:
-            _bypass_proxy(self._client, timeout_s)
 
     async def __aenter__(self) -> Chain:
         return self
@@ -149,16 +128,17 @@ class Chain:
         await self.close()
 
     async def close(self) -> None:
-        await self._client.close()
+        await self._rpc.close()
 
     # -- reading -------------------------------------------------------------------------------------------------
 
     async def genesis_hash(self) -> str:
         """Names the cluster: a wallet that remembers it notices when the URL leads to another."""
-        return str((await ask("its genesis hash", self._client.get_genesis_hash())).value)
+        return str((await self._rpc.ask("its genesis hash", lambda rpc: rpc.get_genesis_hash())).value)
 
     async def balance_lamports(self, address: str) -> int:
-        response = await ask(f"the balance of {address}", self._client.get_balance(_pubkey(address)))
+        key = _pubkey(address)
+        response = await self._rpc.ask(f"the balance of {address}", lambda rpc: rpc.get_balance(key))
         return int(response.value)
 
     async def balance_micro_kvr(self, owner: str, mint: str) -> int:
@@ -174,42 +154,65 @@ class Chain:
         return int(holding.amount) if holding.owner == owner_key and holding.mint == mint_key else 0
 
     async def account(self, address: str) -> Account | None:
-        response = await ask(f"the account {address}", self._client.get_account_info(_pubkey(address)))
+        key = _pubkey(address)
+        response = await self._rpc.ask(f"the account {address}", lambda rpc: rpc.get_account_info(key))
         account: Account | None = response.value
         return account
 
     async def rent_exempt_lamports(self, data_bytes: int) -> int:
         """SOL an account of that size must hold."""
-        request = self._client.get_minimum_balance_for_rent_exemption(data_bytes)
-        return int((await ask("the rent of an account", request)).value)
+        response = await self._rpc.ask(
+            "the rent of an account", lambda rpc: rpc.get_minimum_balance_for_rent_exemption(data_bytes)
+        )
+        return int(response.value)
 
     async def latest_blockhash(self) -> RecentBlockhash:
-        response = await ask("a recent blockhash", self._client.get_latest_blockhash())
-        return RecentBlockhash(response.value.blockhash, int(response.value.last_valid_block_height))
+        response = await self._rpc.ask("a recent blockhash", lambda rpc: rpc.get_latest_blockhash())
+        value = response.value
+        return RecentBlockhash(value.blockhash, int(value.last_valid_block_height), int(response.context.slot))
+
+    async def check_fresh(self) -> None:
+        """Refuse a chain that stands still, by its own clock: what is signed over its blockhash would be lost.
+
+        Raises:
+            NetworkError: ``rpc_stale``.
+        """
+        response = await self._rpc.ask(
+            "the time", lambda rpc: rpc.get_account_info(CLOCK_SYSVAR, commitment=Commitment.PROCESSED)
+        )
+        data = b"" if response.value is None else bytes(response.value.data)
+        if len(data) < _CLOCK.size:
+            return
+        lag_s = self._now_s() - _CLOCK.unpack_from(data)[0]
+        if lag_s > MAX_CLOCK_LAG_S:
+            raise stale("the time", f"{lag_s:.0f} s, if this machine's clock is right")
 
     async def status(self, signature: str) -> SignatureStatus | None:
         """What the RPC knows of a transaction, however old; ``None`` when it knows nothing."""
-        status, _ = await self._status(_signature(signature))
+        wanted = _signature(signature)
+        status, _ = await self._rpc.ask("the status of a transaction", lambda rpc: _status(rpc, wanted))
         return status
 
     async def transaction(self, signature: str) -> TransactionView | None:
         """A transaction that reached this client's commitment (at least ``confirmed``), or ``None``."""
         wanted = _signature(signature)
-        request = self._client.get_transaction(
-            wanted, encoding="base64", commitment=self._landed_commitment(), max_supported_transaction_version=0
+        response = await self._rpc.ask(
+            "a transaction",
+            lambda rpc: rpc.get_transaction(
+                wanted, encoding="base64", commitment=self._landed_commitment(), max_supported_transaction_version=0
+            ),
         )
-        response = await ask("a transaction", request)
         return None if response.value is None else transaction_view(signature, response.value)
 
     async def history(self, address: str, limit: int = 20, before: str | None = None) -> tuple[HistoryItem, ...]:
         """Transactions that name ``address``, newest first; ``before`` is the last signature of the page before."""
-        request = self._client.get_signatures_for_address(
-            _pubkey(address),
-            before=None if before is None else _signature(before),
-            limit=limit,
-            commitment=self._landed_commitment(),
+        key, start = _pubkey(address), None if before is None else _signature(before)
+        response = await self._rpc.ask(
+            f"the history of {address}",
+            lambda rpc: rpc.get_signatures_for_address(
+                key, before=start, limit=limit, commitment=self._landed_commitment()
+            ),
         )
-        response = await ask(f"the history of {address}", request)
         return tuple(history_item(each) for each in response.value)
 
     async def kvr_history(
@@ -220,21 +223,50 @@ class Chain:
         views = [await self.transaction(each.signature) for each in await self.history(account, limit, before)]
         return tuple(KvrMovement.of(view, account, mint) for view in views if view is not None)
 
+    async def movements(self, owner: str, mint: str, limit: int = 20) -> tuple[Movement, ...]:
+        """The last transactions of a wallet, in SOL and in KVR, newest first: one request for each line."""
+        pages = [await self.history(address, limit) for address in (owner, token.associated_token_address(owner, mint))]
+        found = {each.signature: each for page in pages for each in page}
+        newest = sorted(found.values(), key=lambda each: each.slot, reverse=True)[:limit]
+        views = [await self.transaction(each.signature) for each in newest]
+        return tuple(Movement.of(view, owner, mint) for view in views if view is not None)
+
     async def simulate(self, raw: bytes) -> Simulation:
         """What a signed transaction would do now; it changes nothing."""
-        request = self._client.simulate_transaction(_transaction(raw), sig_verify=True)
-        value = (await ask("a trial run", request)).value
-        return Simulation(
-            error=None if value.err is None else describe_error(value.err),
-            logs=tuple(value.logs or ()),
-            units=int(value.units_consumed or 0),
+        transaction = _transaction(raw)
+        response = await self._rpc.ask(
+            "a trial run", lambda rpc: rpc.simulate_transaction(transaction, sig_verify=True)
         )
+        return _simulation(response.value)
+
+    async def preview(self, message: MessageV0) -> Preview:
+        """What a message would cost and do, before anyone signs it.
+
+        Raises:
+            LedgerError: ``blockhash_expired``: it was made too long ago.
+        """
+        payer = message.account_keys[0]
+        unsigned = VersionedTransaction.populate(
+            message, [Signature.default()] * message.header.num_required_signatures
+        )
+        fee = (await self._rpc.ask("the fee", lambda rpc: rpc.get_fee_for_message(message))).value
+        if fee is None:
+            raise LedgerError("blockhash_expired", "The transaction was made too long ago.", "Make it again.")
+        before = await self.balance_lamports(str(payer))
+        response = await self._rpc.ask(
+            "a trial run", lambda rpc: rpc.simulate_transaction(unsigned, accounts_addresses=[payer])
+        )
+        simulation = _simulation(response.value)
+        accounts = response.value.accounts
+        after = None if simulation.error is not None or not accounts or accounts[0] is None else accounts[0].lamports
+        return Preview(int(fee), None if after is None else before - int(after), simulation.units, simulation.error)
 
     # -- sending -------------------------------------------------------------------------------------------------
 
     async def airdrop(self, address: str, lamports: int) -> str:
         """Ask a test cluster for SOL; returns the signature of its transfer."""
-        response = await ask("an airdrop", self._client.request_airdrop(_pubkey(address), lamports))
+        key = _pubkey(address)
+        response = await self._rpc.ask("an airdrop", lambda rpc: rpc.request_airdrop(key, lamports), once=True)
         return str(response.value)
 
     async def prepare(self, instructions: Sequence[Instruction], signers: Sequence[Keypair]) -> PreparedTransfer:
@@ -245,7 +277,7 @@ class Chain:
         """
         recent = await self.latest_blockhash()
         message = MessageV0.try_compile(signers[0].pubkey(), list(instructions), [], recent.hash)
-        return sign(message, signers, recent.last_valid_block_height)
+        return sign(message, signers, recent)
 
     async def submit(self, prepared: PreparedTransfer) -> None:
         """Send the bytes once, after the RPC's own trial run.
@@ -259,7 +291,7 @@ class Chain:
         """
         options = TxOpts(skip_preflight=False, preflight_commitment=self.commitment)
         try:
-            await ask("this transaction", self._client.send_raw_transaction(prepared.raw, options))
+            await self._rpc.ask("this transaction", lambda rpc: rpc.send_raw_transaction(prepared.raw, options))
         except PreflightError as error:
             if not error.already_processed and not error.blockhash_not_found:
                 raise
@@ -270,17 +302,20 @@ class Chain:
         last_valid_block_height: int,
         *,
         raw: bytes | None = None,
+        slot: int = 0,
         timeout_s: float = OUTCOME_TIMEOUT_S,
     ) -> Outcome:
         """Ask until the ledger knows how a transaction ended, through any number of failed requests.
 
         Args:
+            slot: it cannot have landed before; an RPC that remembers less far back does not get to say it expired.
             raw: its bytes; if given, they are sent again every few seconds until it lands.
             timeout_s: longest wait; the question can be asked again at any time after.
 
         Raises:
-            NetworkError: ``outcome_unknown``: still undecided, which is no reason to sign another; or
-                ``rpc_unauthorised``, at once.
+            NetworkError: ``outcome_unknown``: still undecided, which is no reason to sign another; or, at once,
+                ``rpc_unauthorised`` or ``history_too_short``.
+            LedgerError: ``cluster_changed``, at once.
         """
         wanted = _signature(signature)
         deadline = self._monotonic_s() + timeout_s
@@ -288,14 +323,14 @@ class Chain:
         last_error: NetworkError | LedgerError | None = None
         while True:
             try:
-                outcome = await self._decide(wanted, last_valid_block_height)
+                outcome = await self._decide(wanted, last_valid_block_height, slot)
                 if outcome is not None:
                     return outcome
                 if raw is not None and self._monotonic_s() >= resend_at:
                     resend_at = self._monotonic_s() + RESEND_S
                     await self._resend(raw)
             except (NetworkError, LedgerError) as error:
-                if error.code == "rpc_unauthorised":
+                if error.code in _FINAL:
                     raise
                 last_error = error
             if self._monotonic_s() >= deadline:
@@ -315,84 +350,97 @@ class Chain:
         """
         with contextlib.suppress(NetworkError):  # it may have arrived; its signature tells
             await self.submit(prepared)
+        return await self.outcome(prepared, timeout_s=timeout_s)
+
+    async def outcome(self, prepared: PreparedTransfer, *, timeout_s: float = OUTCOME_TIMEOUT_S) -> Outcome:
+        """``await_outcome`` of a stored transaction, sent again meanwhile. Raises as ``await_outcome``."""
         return await self.await_outcome(
-            prepared.signature, prepared.last_valid_block_height, raw=prepared.raw, timeout_s=timeout_s
+            prepared.signature,
+            prepared.last_valid_block_height,
+            raw=prepared.raw,
+            slot=prepared.slot,
+            timeout_s=timeout_s,
         )
 
-    async def _decide(self, signature: Signature, last_valid_block_height: int) -> Outcome | None:
+    async def _decide(self, signature: Signature, last_valid_block_height: int, since_slot: int) -> Outcome | None:
         """The outcome, or ``None`` while the transaction may still land or is not yet deep enough.
 
-        Height is read before status and at ``finalized``, and the status must come from a node at least as far: else
-        a node that lags behind would declare dead what another has already executed.
+        All is asked of one RPC. Height is read before status and at ``finalized``, and the status must come from a
+        node at least as far, which remembers back to where the transaction was signed: else a node that lags behind,
+        or has forgotten, would declare dead what another has executed.
         """
-        epoch = (await ask("the block height", self._client.get_epoch_info(Commitment.FINALIZED))).value
-        status, seen_slot = await self._status(signature)
+
+        async def questions(rpc: Any) -> tuple[Any, SignatureStatus | None, int, int]:
+            epoch = (await rpc.get_epoch_info(Commitment.FINALIZED)).value
+            status, seen_slot = await _status(rpc, signature)
+            oldest = 0
+            if status is None and since_slot and int(epoch.block_height) > last_valid_block_height:
+                oldest = int((await rpc.get_first_available_block()).value)
+            return epoch, status, seen_slot, oldest
+
+        epoch, status, seen_slot, oldest = await self._rpc.ask("the outcome of a transaction", questions)
         if status is not None:
             if _rank(status.commitment) < _rank(self.commitment):
                 return None
             if status.error is not None:
                 return Outcome(OutcomeState.FAILED, status.slot, status.error)
             return Outcome(OutcomeState.CONFIRMED, status.slot)
-        if int(epoch.block_height) > last_valid_block_height and seen_slot >= int(epoch.absolute_slot):
-            return Outcome(OutcomeState.EXPIRED)
-        return None
-
-    async def _status(self, signature: Signature) -> tuple[SignatureStatus | None, int]:
-        request = self._client.get_signature_statuses([signature], search_transaction_history=True)
-        response = await ask("the status of a transaction", request)
-        (value,) = response.value
-        if value is None:
-            return None, int(response.context.slot)
-        reached = value.confirmation_status
-        level = Commitment.FINALIZED if reached is None else list(Commitment)[int(reached)]
-        error = None if value.err is None else describe_error(value.err)
-        return SignatureStatus(int(value.slot), level, error), int(response.context.slot)
+        if int(epoch.block_height) <= last_valid_block_height or seen_slot < int(epoch.absolute_slot):
+            return None
+        if oldest > since_slot > 0:
+            raise NetworkError(
+                "history_too_short",
+                f"The RPC remembers from slot {oldest} on; this transaction was signed in slot {since_slot}.",
+                "Name an RPC with a longer memory in wallet.rpc_url; do not send another in its place.",
+            )
+        return Outcome(OutcomeState.EXPIRED)
 
     async def _resend(self, raw: bytes) -> None:
         """Without a trial run: the first one passed, and a second could only refuse what has just landed."""
-        await ask("this transaction", self._client.send_raw_transaction(raw, TxOpts(skip_preflight=True)))
+        options = TxOpts(skip_preflight=True)
+        await self._rpc.ask("this transaction", lambda rpc: rpc.send_raw_transaction(raw, options))
 
     def _landed_commitment(self) -> Commitment:
         return Commitment.CONFIRMED if self.commitment is Commitment.PROCESSED else self.commitment
 
 
-def sign(message: MessageV0, signers: Sequence[Keypair], last_valid_block_height: int) -> PreparedTransfer:
-    """Sign a compiled message. Raises ``UsageError`` ``transaction_too_large`` above 1232 bytes."""
-    tx = VersionedTransaction(message, list(signers))
-    raw = bytes(tx)
-    if len(raw) > _MAX_TRANSACTION_BYTES:
-        raise UsageError(
-            "transaction_too_large",
-            f"The transaction has {len(raw)} bytes; the network carries at most {_MAX_TRANSACTION_BYTES}.",
-            "Shorten the memo, or split it.",
-        )
-    return PreparedTransfer(raw, str(tx.signatures[0]), last_valid_block_height)
+def open_chain(config: WalletConfig, *, pin: Pin | None = None) -> Chain:
+    """The chain that the configuration names.
 
-
-def check_rpc_url(rpc_url: str) -> None:
-    """Raises ``ConfigError`` for anything but https, or http to this machine."""
-    parts = urlsplit(rpc_url)
-    if parts.scheme == "https" and parts.hostname:
-        return
-    if parts.scheme == "http" and parts.hostname in _LOOPBACK:
-        return
-    raise ConfigError(
-        "rpc_url_insecure",
-        f"wallet.rpc_url {rpc_url!r} is neither https nor on this machine.",
-        "Use an https:// address.",
+    Raises:
+        ConfigError: ``rpc_url_insecure``.
+        SystemResourceError: the file with the RPC's header cannot be used.
+    """
+    auth = read_auth_file(Path(config.rpc_auth_file).expanduser()) if config.rpc_auth_file else None
+    return Chain(
+        config.rpc_url, auth, fallbacks=tuple(config.rpc_fallbacks.split()), pin=pin, commitment=config.commitment
     )
 
 
-_MAX_TRANSACTION_BYTES = 1232
+_FINAL = ("rpc_unauthorised", "history_too_short", "cluster_changed")
+"""Failures that asking again does not mend."""
+_CLOCK = struct.Struct("<32xq")
+"""The clock's account: slot, epoch start, epoch, leader schedule epoch, Unix time."""
 
 
-def _bypass_proxy(client: Any, timeout_s: float) -> None:
-    """Talk to this machine directly: HTTP_PROXY without a NO_PROXY would send the token and the request elsewhere.
+async def _status(rpc: Any, signature: Signature) -> tuple[SignatureStatus | None, int]:
+    """What one RPC knows of a transaction, and the slot as of which it says so."""
+    response = await rpc.get_signature_statuses([signature], search_transaction_history=True)
+    (value,) = response.value
+    if value is None:
+        return None, int(response.context.slot)
+    reached = value.confirmation_status
+    level = Commitment.FINALIZED if reached is None else list(Commitment)[int(reached)]
+    error = None if value.err is None else describe_error(value.err)
+    return SignatureStatus(int(value.slot), level, error), int(response.context.slot)
 
-    ``AsyncClient`` has no such option, so its session is exchanged before it is used.
-    """
-    provider = client._provider
-    provider.session = type(provider.session)(trust_env=False, timeout=timeout_s)
+
+def _simulation(value: Any) -> Simulation:
+    return Simulation(
+        error=None if value.err is None else describe_error(value.err),
+        logs=tuple(value.logs or ()),
+        units=int(value.units_consumed or 0),
+    )
 
 
 def _rank(commitment: Commitment) -> int:

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
 
+import httpx2
 from solana.exceptions import SolanaRpcException
 from solana.rpc.core import RPCException
 from solders.errors import SerdeJSONError
-from solders.rpc.errors import InternalErrorMessage, RpcCustomErrorFieldless, SendTransactionPreflightFailureMessage
+from solders.rpc.errors import (
+    InternalErrorMessage,
+    MinContextSlotNotReachedMessage,
+    NodeUnhealthyMessage,
+    RpcCustomErrorFieldless,
+    SendTransactionPreflightFailureMessage,
+)
 from solders.transaction_status import (
     InstructionErrorCustom,
     TransactionErrorFieldless,
@@ -19,6 +28,17 @@ from solders.transaction_status import (
 from kvasir_console.errors import KvasirError, LedgerError, NetworkError
 
 _T = TypeVar("_T")
+
+MAX_RETRY_AFTER_S = 300.0
+
+
+class RateLimitedError(NetworkError):
+    """The RPC wants a pause. ``retry_after_s`` is how long it said, or ``None``."""
+
+    def __init__(self, what: str, retry_after_s: float | None) -> None:
+        pause = "in a minute" if retry_after_s is None else f"in {retry_after_s:.0f} seconds"
+        super().__init__("rpc_rate_limited", f"The Solana RPC asks for a pause ({what}).", f"Try again {pause}.")
+        self.retry_after_s = retry_after_s
 
 
 class PreflightError(LedgerError):
@@ -71,30 +91,54 @@ def _refused(what: str, answer: Any) -> KvasirError:
         )
     if answer == RpcCustomErrorFieldless.TransactionSignatureVerificationFailure:
         return LedgerError("signature_refused", f"The ledger refused {what}: a signature does not match.")
+    if isinstance(answer, NodeUnhealthyMessage | MinContextSlotNotReachedMessage):
+        return stale(what, "it says so itself")
     message = str(getattr(answer, "message", answer))
     if isinstance(answer, InternalErrorMessage):
         return LedgerError("rpc_internal", f"The Solana RPC could not answer {what}: {message}")
     return LedgerError("rpc_refused", f"The Solana RPC refused {what}: {message}.")
 
 
+def stale(what: str, why: str) -> NetworkError:
+    """A node that lags behind its cluster: what it does not know may have happened all the same."""
+    return NetworkError(
+        "rpc_stale",
+        f"The Solana RPC is behind its cluster ({why}; {what}).",
+        "Wait until it has caught up, or name another in wallet.rpc_url or wallet.rpc_fallbacks.",
+    )
+
+
 def _unreachable(what: str, cause: BaseException | None) -> NetworkError:
-    status = getattr(getattr(cause, "response", None), "status_code", None)
-    if status in (401, 403):
+    response = cause.response if isinstance(cause, httpx2.HTTPStatusError) else None
+    if response is not None and response.status_code in (401, 403):
         return NetworkError(
             "rpc_unauthorised",
-            f"The Solana RPC refused access (HTTP {status}, {what}).",
+            f"The Solana RPC refused access (HTTP {response.status_code}, {what}).",
             "Check that wallet.rpc_auth_file is the file of this ledger.",
         )
-    if status == 429:
-        return NetworkError(
-            "rpc_rate_limited", f"The Solana RPC asks for a pause (HTTP 429, {what}).", "Try again in a minute."
-        )
-    reason = f"HTTP {status}" if status else type(cause).__name__
+    if response is not None:
+        retry_after_s = _retry_after_s(response.headers.get("retry-after", ""))
+        if response.status_code == 429 or (response.status_code == 503 and retry_after_s is not None):
+            return RateLimitedError(what, retry_after_s)
+    reason = type(cause).__name__ if response is None else f"HTTP {response.status_code}"
     return NetworkError(
-        "rpc_unreachable",
+        "rpc_timeout" if isinstance(cause, httpx2.TimeoutException) else "rpc_unreachable",
         f"The Solana RPC did not answer ({what}: {reason}).",
         "Check wallet.rpc_url and the network; nothing needs to be sent twice by hand.",
     )
+
+
+def _retry_after_s(text: str) -> float | None:
+    """Seconds of a ``Retry-After`` header (RFC 9110, 10.2.3), at most ``MAX_RETRY_AFTER_S``; ``None`` without one."""
+    try:
+        if text.isascii() and text.isdigit():
+            seconds = float(text[:12])
+        else:
+            at = parsedate_to_datetime(text)
+            seconds = (at.astimezone(UTC) - datetime.now(UTC)).total_seconds()
+    except (ValueError, OverflowError, OSError):
+        return None
+    return min(max(seconds, 0.0), MAX_RETRY_AFTER_S)
 
 
 def describe_error(err: Any) -> str:

@@ -28,6 +28,19 @@ class TokenChange:
 
 
 @dataclass(frozen=True, slots=True)
+class LamportChange:
+    """How one account's SOL changed, fee included."""
+
+    account: str
+    before: int
+    after: int
+
+    @property
+    def change(self) -> int:
+        return self.after - self.before
+
+
+@dataclass(frozen=True, slots=True)
 class TransactionView:
     signature: str
     slot: int
@@ -39,6 +52,7 @@ class TransactionView:
     """The first one paid the fee."""
     memos: tuple[str, ...]
     token_changes: tuple[TokenChange, ...]
+    lamport_changes: tuple[LamportChange, ...] = ()
 
     def received(self, account: str, mint: str) -> int:
         """Micro-KVR that token account ``account`` gained (below zero: lost); 0 for a failed transaction."""
@@ -52,6 +66,10 @@ class TransactionView:
             return 0
         return sum(each.change for each in self.token_changes if each.owner == owner and each.mint == mint)
 
+    def received_lamports(self, wallet: str) -> int:
+        """Lamports ``wallet`` gained (below zero: lost), fee included."""
+        return sum(each.change for each in self.lamport_changes if each.account == wallet)
+
 
 @dataclass(frozen=True, slots=True)
 class KvrMovement:
@@ -64,11 +82,69 @@ class KvrMovement:
     """Below zero for what went out; 0 when the transaction failed."""
     memos: tuple[str, ...]
     error: str | None
+    counterparties: tuple[str, ...] = ()
+    """The wallets whose KVR changed the other way."""
 
     @classmethod
     def of(cls, view: TransactionView, account: str, mint: str) -> KvrMovement:
         change = view.received(account, mint)
-        return cls(view.signature, view.slot, view.block_time, change, view.memos, view.error)
+        others = {
+            each.owner: None
+            for each in view.token_changes
+            if each.mint == mint and each.account != account
+            if each.change * change < 0
+        }
+        return cls(view.signature, view.slot, view.block_time, change, view.memos, view.error, tuple(others))
+
+
+@dataclass(frozen=True, slots=True)
+class Movement:
+    """One transaction as a wallet sees it: what came or went of both, who was on the other side, what it cost."""
+
+    signature: str
+    slot: int
+    block_time: int | None
+    micro_kvr: int
+    lamports: int
+    """Without the fee and, for one that failed, 0. Rent of an account that was opened is in it."""
+    fee_lamports: int
+    """0 when someone else paid it."""
+    counterparties: tuple[str, ...]
+    memos: tuple[str, ...]
+    error: str | None
+
+    @classmethod
+    def of(cls, view: TransactionView, owner: str, mint: str) -> Movement:
+        micro_kvr = view.received_by_owner(owner, mint)
+        fee = view.fee_lamports if view.signers[:1] == (owner,) else 0
+        lamports = view.received_lamports(owner) + fee
+        if micro_kvr:
+            others = [
+                each.owner
+                for each in view.token_changes
+                if each.mint == mint and each.owner != owner and each.change * micro_kvr < 0
+            ]
+        elif lamports > 0:
+            others = [each.account for each in view.lamport_changes if _gave(each, view)]
+        else:
+            others = [each.account for each in view.lamport_changes if each.account != owner and each.change > 0]
+        return cls(
+            view.signature,
+            view.slot,
+            view.block_time,
+            micro_kvr,
+            lamports,
+            fee,
+            tuple(dict.fromkeys(others)) if view.error is None and (micro_kvr or lamports) else (),
+            view.memos,
+            view.error,
+        )
+
+
+def _gave(change: LamportChange, view: TransactionView) -> bool:
+    """Whether an account lost more than the fee it may have paid."""
+    fee = view.fee_lamports if view.signers[:1] == (change.account,) else 0
+    return change.change + fee < 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +190,11 @@ def transaction_view(signature: str, value: Any) -> TransactionView:
             if keys[each.program_id_index] == str(MEMO_PROGRAM_ID)
         ),
         token_changes=_token_changes(keys, meta.pre_token_balances or (), meta.post_token_balances or ()),
+        lamport_changes=tuple(
+            LamportChange(key, int(before), int(after))
+            for key, before, after in zip(keys, meta.pre_balances, meta.post_balances, strict=False)
+            if before != after
+        ),
     )
 
 

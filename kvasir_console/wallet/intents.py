@@ -1,7 +1,8 @@
 """What a wallet can be asked to sign. Nobody hands the signer bytes: they name an intent and its fields.
 
-Each intent is checked against the host the user configured, the wallet and the clock, and only then becomes the one
-text that is signed. ``describe`` is what a person is shown; it holds every field that matters, escaped.
+Each intent is checked against the host and cluster the user configured, the wallet and the clock, and only then
+becomes the one text (``intent_transfer``: the one message) that is signed. ``describe`` is what a person is shown; it
+holds every field that matters, escaped.
 """
 
 from __future__ import annotations
@@ -9,26 +10,32 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from kvasir_console.errors import WalletError
 from kvasir_console.relay.wire import signed
+from kvasir_console.wallet import delegation
+from kvasir_console.wallet.intent_base import Context, check_host, check_is_no_transaction, check_wallet, shown, take
+from kvasir_console.wallet.intent_signin import GatewaySignIn, SignInIntent
+from kvasir_console.wallet.intent_transfer import TransferIntent
+
+__all__ = [
+    "ActionIntent",
+    "Context",
+    "DelegationIntent",
+    "GatewaySignIn",
+    "Intent",
+    "Participation",
+    "SignInIntent",
+    "TextIntent",
+    "TransferIntent",
+    "parse",
+    "text_of",
+]
 
 MAX_LIFETIME = signed.MAX_ACTION_LIFETIME
 CLOCK_SKEW = timedelta(seconds=30)
 """How far a gateway's clock may be from ours."""
-
-_T = TypeVar("_T")
-
-
-@dataclass(frozen=True, slots=True)
-class Context:
-    """What the signer knows by itself and an intent has to agree with."""
-
-    host: str
-    """The configured gateway, as ``host`` or ``host:port``."""
-    wallet: str
-    now: datetime
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,26 +53,21 @@ class Participation:
     @classmethod
     def parse(cls, fields: Mapping[str, object]) -> Participation:
         return cls(
-            _field(fields, "host", str),
-            _field(fields, "message", str),
-            _field(fields, "wallet", str),
-            _field(fields, "nonce", str),
+            take(fields, "host", str),
+            take(fields, "message", str),
+            take(fields, "wallet", str),
+            take(fields, "nonce", str),
         )
 
     def text(self, context: Context) -> str:
         """The text to sign. Raises ``WalletError`` if this is not our host, our wallet and the bridge's challenge."""
-        _check_host(self.host, context)
-        if self.wallet != context.wallet:
-            raise WalletError(
-                "other_wallet",
-                "The challenge is for another wallet than the one in this vault.",
-                "Ask the gateway for a challenge for this wallet.",
-            )
+        check_host(self.host, context)
+        check_wallet(self.wallet, context)
         signed.check_bridge_challenge(self.message, self.wallet, self.nonce)
         return self.message
 
     def describe(self) -> str:
-        return f"Take part in the network at {_shown(self.host)} as {_shown(self.wallet)}"
+        return f"Take part in the network at {shown(self.host)} as {shown(self.wallet)}"
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -93,23 +95,28 @@ class ActionIntent:
 
     @classmethod
     def parse(cls, fields: Mapping[str, object]) -> ActionIntent:
-        name = _field(fields, "action", str)
+        name = take(fields, "action", str)
         try:
             action = signed.ActionKind(name)
         except ValueError:
-            raise WalletError("action_unknown", f"There is no action named {_shown(name)}.") from None
+            raise WalletError("action_unknown", f"There is no action named {shown(name)}.") from None
         return cls(
-            _field(fields, "host", str),
+            take(fields, "host", str),
             action,
-            _field(fields, "details", dict),
-            _field(fields, "nonce", str),
-            _field(fields, "issued_at", str),
-            _field(fields, "expires_at", str),
+            take(fields, "details", dict),
+            take(fields, "nonce", str),
+            take(fields, "issued_at", str),
+            take(fields, "expires_at", str),
         )
 
     def text(self, context: Context) -> str:
         """The text to sign. Raises ``WalletError`` for another host, malformed fields or an expiry out of bounds."""
-        _check_host(self.host, context)
+        if self.action is signed.ActionKind.DELEGATE:
+            raise WalletError("action_unknown", "A delegation is an intent of its own.", "Ask for a delegation.")
+        return self.write(context)
+
+    def write(self, context: Context) -> str:
+        check_host(self.host, context)
         text = signed.action_text(
             self.host, self.action, context.wallet, self.details, self.nonce, self.issued_at, self.expires_at
         )
@@ -129,8 +136,8 @@ class ActionIntent:
         return text
 
     def describe(self) -> str:
-        details = "".join(f"\n  {_shown(name)}: {signed.canonical_json(self.details[name])}" for name in self.details)
-        return f"{_SENTENCES[self.action]} at {_shown(self.host)}{details}"
+        details = "".join(f"\n  {shown(name)}: {signed.canonical_json(self.details[name])}" for name in self.details)
+        return f"{_SENTENCES[self.action]} at {shown(self.host)}{details}"
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -144,10 +151,63 @@ class ActionIntent:
         }
 
 
-Intent = Participation | ActionIntent
+@dataclass(frozen=True, slots=True)
+class DelegationIntent:
+    """Let a session key prove participation for this wallet, for at most thirty days (``delegation``)."""
 
-_KINDS: dict[str, type[Participation] | type[ActionIntent]] = {
-    each.kind: each for each in (Participation, ActionIntent)
+    kind: ClassVar[str] = "delegation"
+
+    host: str
+    key: str
+    until_s: int
+    nonce: str
+    issued_at: str
+    expires_at: str
+
+    @classmethod
+    def parse(cls, fields: Mapping[str, object]) -> DelegationIntent:
+        return cls(
+            take(fields, "host", str),
+            take(fields, "key", str),
+            take(fields, "until_s", int),
+            take(fields, "nonce", str),
+            take(fields, "issued_at", str),
+            take(fields, "expires_at", str),
+        )
+
+    def text(self, context: Context) -> str:
+        """Raises ``WalletError`` for another host, a key that is none, or a lifetime beyond what is allowed."""
+        granted = delegation.Delegation(self.key, self.until_s)
+        granted.check(context.wallet, context.now.timestamp())
+        action = ActionIntent(
+            self.host, signed.ActionKind.DELEGATE, granted.details(), self.nonce, self.issued_at, self.expires_at
+        )
+        return action.write(context)
+
+    def describe(self) -> str:
+        if not self.until_s:
+            return f"Take back what the key {shown(self.key)} may do at {shown(self.host)}"
+        until = signed.rfc3339(self.until_s)
+        return f"Let the key {shown(self.key)} take part in the network at {shown(self.host)} until {until}"
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "kind": self.kind,
+            "host": self.host,
+            "key": self.key,
+            "until_s": self.until_s,
+            "nonce": self.nonce,
+            "issued_at": self.issued_at,
+            "expires_at": self.expires_at,
+        }
+
+
+TextIntent = Participation | ActionIntent | GatewaySignIn | SignInIntent | DelegationIntent
+Intent = TextIntent | TransferIntent
+
+_KINDS: dict[str, type[Intent]] = {
+    each.kind: each
+    for each in (Participation, ActionIntent, GatewaySignIn, SignInIntent, DelegationIntent, TransferIntent)
 }
 _SENTENCES = {
     signed.ActionKind.CLAIM: "Claim the earned KVR",
@@ -173,32 +233,22 @@ def parse(fields: object) -> Intent:
     if intent_type is None:
         raise WalletError(
             "intent_unknown",
-            f"A wallet does not sign {_shown(fields['kind'])}.",
+            f"A wallet does not sign {shown(fields['kind'])}.",
             f"It signs: {', '.join(sorted(_KINDS))}.",
         )
     intent = intent_type.parse(fields)
     extra = sorted(set(fields) - set(intent.to_json()))
     if extra:
-        raise WalletError("intent_malformed", f"A request to sign has an unknown field {_shown(extra[0])}.")
+        raise WalletError("intent_malformed", f"A request to sign has an unknown field {shown(extra[0])}.")
     return intent
 
 
-def _field(fields: Mapping[str, object], name: str, wanted: type[_T]) -> _T:
-    value = fields.get(name)
-    if not isinstance(value, wanted):
-        raise WalletError("intent_malformed", f"A request to sign lacks its {name}, or it is of the wrong type.")
-    return value
+def text_of(intent: TextIntent, context: Context) -> str:
+    """The text that is signed for an intent.
 
-
-def _check_host(host: str, context: Context) -> None:
-    if host.lower() != context.host.lower():
-        raise WalletError(
-            "other_host",
-            f"The wallet is bound to {context.host} and does not sign for {_shown(host)}.",
-            "If that gateway is the one you mean, set network.gateway to it.",
-        )
-
-
-def _shown(text: str) -> str:
-    """``text`` without anything a terminal would act on, and not too long."""
-    return ascii(text[:80])[1:-1]
+    Raises:
+        WalletError: the intent does not fit the context, or its text could be read as a transaction.
+    """
+    text = intent.text(context)
+    check_is_no_transaction(text)
+    return text

@@ -1,8 +1,10 @@
 """Where a vault's passphrase comes from when nobody sits at the screen, and when somebody does.
 
-In this order: the file or descriptor a flag names, the systemd credential ``kvasir-passphrase``, a question on the
-controlling terminal. There is no flag and no environment variable that holds a passphrase: both are seen by other
-programs. Without any source a console runs locked, and earns all the same.
+To unlock, in this order: the systemd credential ``kvasir-passphrase``, the file or descriptor a flag names, the
+desktop's key ring where the owner opted in (``passphrase_cache``), a question on the controlling terminal. For a new
+passphrase a flag goes before the credential, and the key ring is not asked. There is no flag and no environment
+variable that holds a passphrase: both are seen by other programs. Without any source a console runs locked, and earns
+all the same.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import getpass
 import os
 import stat
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from kvasir_console.errors import UsageError, WalletError
@@ -40,6 +42,7 @@ def read_passphrase(
     file: Path | None = None,
     fd: int | None = None,
     env: Mapping[str, str] | None = None,
+    cache: Callable[[], str | None] | None = None,
     prompt: str | None = "Passphrase: ",
     confirm: bool = False,
 ) -> str | None:
@@ -49,6 +52,7 @@ def read_passphrase(
         file: a file owned by this user or root that nobody else may read (0600 or 0400).
         fd: an open descriptor, read to its end and closed.
         env: where ``CREDENTIALS_DIRECTORY`` is looked up; default ``os.environ``.
+        cache: asks the key ring.
         prompt: what to ask on the terminal; ``None`` never asks.
         confirm: ask twice, for a new passphrase.
 
@@ -59,14 +63,17 @@ def read_passphrase(
     """
     if file is not None and fd is not None:
         raise UsageError("passphrase_sources", "A passphrase comes from a file or from a descriptor, not from both.")
+    credentials = (os.environ if env is None else env).get("CREDENTIALS_DIRECTORY", "")
+    credential = Path(credentials) / CREDENTIAL if credentials else None
+    if credential is not None and credential.exists() and not (confirm and (file is not None or fd is not None)):
+        # systemd itself guards that directory, and gives a service's user access by group or ACL.
+        return _from_file(credential, may_group_read=True)
     if file is not None:
         return _from_file(file, may_group_read=False)
     if fd is not None:
         return _from_descriptor(fd)
-    credentials = (os.environ if env is None else env).get("CREDENTIALS_DIRECTORY", "")
-    if credentials and (credential := Path(credentials) / CREDENTIAL).exists():
-        # systemd itself guards that directory, and gives a service's user access by group or ACL.
-        return _from_file(credential, may_group_read=True)
+    if cache is not None and not confirm and (passphrase := cache()) is not None:
+        return passphrase
     return None if prompt is None else _from_terminal(prompt, confirm)
 
 

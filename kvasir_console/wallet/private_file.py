@@ -1,15 +1,20 @@
 """Files only their owner may see: written at once and whole, and not read if others could have.
 
 A file is 0600 in a directory of 0700. A write goes to a new file in the same directory, is forced to the disk, and
-takes its place in one step: whatever happens in between, the old file or the new one is there, whole.
+takes its place in one step: whatever happens in between, the old file or the new one is there, whole. What a killed
+writer left half-written is removed by the next one.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
+import re
 import secrets
 import stat
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from kvasir_console.errors import SystemResourceError, WalletError
@@ -30,9 +35,7 @@ def read(file: Path, limit: int) -> bytes:
             file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
         )
     except FileNotFoundError:
-        raise WalletError(
-            "vault_missing", f"There is no wallet at {file}.", "Make one with kvasir-console wallet create."
-        ) from None
+        raise missing(file) from None
     except OSError as error:
         raise _unavailable(file, error) from error
     with stream:
@@ -62,19 +65,21 @@ def write(file: Path, data: bytes, *, replace: bool, keep_old: bool = False) -> 
             check_directory(file.parent)
         else:
             private_directory(file.parent)
+        _remove_abandoned(file)
         new = file.with_name(f".{file.name}.{secrets.token_hex(8)}.new")
         try:
             descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             with open(descriptor, "wb") as stream:
+                fcntl.flock(descriptor, fcntl.LOCK_EX)  # says that its writer lives
                 stream.write(data)
                 stream.flush()
                 os.fsync(descriptor)
-            if replace:
-                if keep_old and file.exists():
-                    os.link(file, file.with_name(f"{file.name}.{time.time_ns()}.bak"))
-                os.replace(new, file)
-            else:
-                os.link(new, file)  # refuses a name that is taken, in the same step
+                if replace:
+                    if keep_old and file.exists():
+                        os.link(file, file.with_name(f"{file.name}.{time.time_ns()}.bak"))
+                    os.replace(new, file)
+                else:
+                    os.link(new, file)  # refuses a name that is taken, in the same step
         finally:
             new.unlink(missing_ok=True)
         directory = os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -86,6 +91,40 @@ def write(file: Path, data: bytes, *, replace: bool, keep_old: bool = False) -> 
         raise exists(file) from None
     except OSError as error:
         raise _unavailable(file, error) from error
+
+
+@contextlib.contextmanager
+def exclusive(file: Path) -> Iterator[None]:
+    """Hold ``file`` for a change that reads it first; others wait. A lock file stays beside it.
+
+    Raises:
+        WalletError: ``vault_missing``: its directory is not there; or ``vault_mode``.
+        SystemResourceError: the lock file cannot be made.
+    """
+    try:
+        check_directory(file.parent)
+        descriptor = os.open(
+            file.with_name(f".{file.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
+        )
+    except FileNotFoundError:
+        raise missing(file) from None
+    except OSError as error:
+        raise _unavailable(file, error) from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _remove_abandoned(file: Path) -> None:
+    """Unfinished files of writers that were killed: nobody holds their lock any more."""
+    pattern = re.compile(rf"\.{re.escape(file.name)}\.[0-9a-f]{{16}}\.new")
+    for each in file.parent.iterdir():
+        if pattern.fullmatch(each.name):
+            with contextlib.suppress(OSError), open(each, "rb") as stream:
+                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                each.unlink()
 
 
 def check_directory(directory: Path) -> None:
@@ -118,6 +157,10 @@ def exists(file: Path) -> WalletError:
         f"There is a wallet at {file} already, and it was left as it is.",
         "To replace it, add --force; the old file is kept beside the new one.",
     )
+
+
+def missing(file: Path) -> WalletError:
+    return WalletError("vault_missing", f"There is no wallet at {file}.", "Make one with kvasir-console wallet create.")
 
 
 def _unavailable(file: Path, error: OSError) -> SystemResourceError:

@@ -23,6 +23,8 @@ class SignerStatus:
     address: str
     host: str
     """The gateway the signer is bound to."""
+    second_factor: bool = False
+    """Whether a transfer needs a one-time code."""
 
 
 class SignerClient:
@@ -43,9 +45,20 @@ class SignerClient:
     async def lock(self) -> SignerStatus:
         return _status(await self._ask("lock"))
 
-    async def sign(self, intent: Intent) -> bytes:
-        """The 64-byte signature over the intent's text. Raises ``WalletError`` if it is refused or locked."""
-        return decode_signature(str((await self._ask("sign", intent=intent.to_json())).get("signature")))
+    async def sign(self, intent: Intent, code: str | None = None) -> bytes:
+        """The 64-byte signature over the intent's text, or a transfer's message. Raises ``WalletError`` if it is
+        refused or locked.
+
+        Args:
+            code: a one-time or back-up code, for a transfer where a second factor is enrolled.
+        """
+        fields: dict[str, Any] = {"intent": intent.to_json()} | ({} if code is None else {"code": code})
+        return decode_signature(str((await self._ask("sign", **fields)).get("signature")))
+
+    async def contacts(self) -> dict[str, str]:
+        """The address book. Raises ``WalletError`` ``wallet_locked``."""
+        answer = (await self._ask("contacts")).get("contacts")
+        return {str(name): str(address) for name, address in answer.items()} if isinstance(answer, dict) else {}
 
     async def exit(self) -> None:
         await self._ask("exit")
@@ -82,4 +95,5 @@ class SignerClient:
 
 
 def _status(answer: dict[str, Any]) -> SignerStatus:
-    return SignerStatus(bool(answer["locked"]), str(answer["address"]), str(answer["host"]))
+    factor = bool(answer.get("second_factor"))
+    return SignerStatus(bool(answer["locked"]), str(answer["address"]), str(answer["host"]), factor)

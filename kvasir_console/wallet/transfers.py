@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from solders.compute_budget import set_compute_unit_limit, set_compute_unit_price
 from solders.hash import Hash
 from solders.instruction import Instruction
 from solders.keypair import Keypair
@@ -22,6 +23,10 @@ from kvasir_console.wallet import token
 from kvasir_console.wallet.chain import Chain, PreparedTransfer, sign
 from kvasir_console.wallet.keys import decode_address
 
+COMPUTE_UNITS = 200_000
+"""Asked for where a priority fee is offered: opening an account, a transfer and the longest memo fit with room."""
+MAX_PRIORITY_MICRO_LAMPORTS = 50_000_000
+"""For each compute unit: 0.01 SOL for a transfer, and no slip of the keyboard costs more."""
 _MAX_LAMPORTS = 2**64 - 1
 
 
@@ -75,13 +80,31 @@ class SolTransfer:
 Transfer = KvrTransfer | SolTransfer
 
 
-def transfer_message(intent: Transfer, blockhash: Hash) -> MessageV0:
-    """The one message of an intent, paid for by its source. Raises ``UsageError`` as ``instructions``."""
-    return MessageV0.try_compile(_wallet(intent.source, "source"), list(intent.instructions()), [], blockhash)
+def transfer_message(intent: Transfer, blockhash: Hash, priority_micro_lamports: int = 0) -> MessageV0:
+    """The one message of an intent, paid for by its source.
+
+    Args:
+        priority_micro_lamports: offered for each compute unit on top of the fee.
+
+    Raises:
+        UsageError: as ``instructions``, or ``priority_out_of_range``.
+    """
+    if not 0 <= priority_micro_lamports <= MAX_PRIORITY_MICRO_LAMPORTS:
+        raise UsageError(
+            "priority_out_of_range",
+            f"A priority fee of {priority_micro_lamports} micro-lamports for each compute unit is not paid.",
+            f"Set wallet.priority_micro_lamports to at most {MAX_PRIORITY_MICRO_LAMPORTS}.",
+        )
+    budget: tuple[Instruction, ...] = ()
+    if priority_micro_lamports:
+        budget = (set_compute_unit_limit(COMPUTE_UNITS), set_compute_unit_price(priority_micro_lamports))
+    return MessageV0.try_compile(_wallet(intent.source, "source"), [*budget, *intent.instructions()], [], blockhash)
 
 
-async def prepare_transfer(chain: Chain, intent: Transfer, signer: Keypair) -> PreparedTransfer:
-    """Check the recipient on the chain and sign. Nothing is sent: store the signature first, then ``submit``.
+async def prepare_transfer(
+    chain: Chain, intent: Transfer, signer: Keypair, priority_micro_lamports: int = 0
+) -> PreparedTransfer:
+    """Check the recipient on the chain and sign. Nothing is sent: store the result first, then ``submit``.
 
     Raises:
         UsageError: the intent cannot be carried out as written.
@@ -94,7 +117,7 @@ async def prepare_transfer(chain: Chain, intent: Transfer, signer: Keypair) -> P
     intent.instructions()
     await check_recipient(chain, intent.recipient)
     recent = await chain.latest_blockhash()
-    return sign(transfer_message(intent, recent.hash), (signer,), recent.last_valid_block_height)
+    return sign(transfer_message(intent, recent.hash, priority_micro_lamports), (signer,), recent)
 
 
 async def check_recipient(chain: Chain, recipient: str) -> None:

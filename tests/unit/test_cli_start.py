@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import stat
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -137,6 +138,44 @@ def test_a_setting_nobody_reads_is_refused():
     failed(console("--headless", "--set", "node.name"), ExitCode.USAGE, "section.key=value")
 
 
+WALLET_COMMANDS = (
+    *(
+        "create",
+        "import",
+        "accounts",
+        "address",
+        "balance",
+        "send",
+        "history",
+        "claim",
+        "export",
+        "lock",
+        "unlock",
+        "sign-in",
+    ),
+    *("2fa", "limit", "contacts", "passphrase", "keyring", "cluster", "airdrop"),
+)
+
+
+def test_every_wallet_command_explains_itself(capsys):
+    for name in WALLET_COMMANDS:
+        with pytest.raises(SystemExit) as caught:
+            cli.main(["wallet", name, "--help"])
+        assert caught.value.code == 0
+        text = capsys.readouterr().out
+        assert f"kvasir-console wallet {name}" in text
+        assert "--passphrase " not in text  # no passphrase on the command line
+
+
+def test_options_before_a_nested_command_are_kept():
+    parse = cli._parser().parse_args
+    assert parse(["wallet", "2fa", "--code", "123456", "disable"]).code == "123456"
+    assert parse(["wallet", "2fa", "disable"]).code is None
+    assert parse(["wallet", "contacts", "--json", "list"]).json
+    assert parse(["wallet", "accounts", "--passphrase-file", "f", "add"]).passphrase_file == "f"
+    assert parse(["wallet", "accounts"]).accounts_command is None
+
+
 def test_options_before_a_command_are_kept():
     parse = cli._parser().parse_args
     assert parse(["--headless", "local"]).headless
@@ -152,7 +191,12 @@ def test_without_a_wallet_the_command_that_makes_one_is_named(home):
 
 
 def test_without_a_node_its_commands_say_so(home, secret):
-    for arguments in (("status",), ("wallet", "claim"), ("wallet", "unlock", "--passphrase-file", str(secret))):
+    for arguments in (
+        ("status",),
+        ("wallet", "claim"),
+        ("wallet", "lock"),
+        ("wallet", "unlock", "--passphrase-file", str(secret)),
+    ):
         failed(console(*arguments), ExitCode.NETWORK, "No node", "kvasir-console --headless")
 
 
@@ -170,19 +214,24 @@ def test_a_wrong_passphrase_ends_the_start(home, tmp_path):
 
 def test_a_wallet_is_made_once_and_replaced_only_by_force(home, secret):
     arguments = ("--set", "wallet.kdf=interactive", "wallet", "create", "--passphrase-file", str(secret))
-    made = console(*arguments, "--words", "12")
+    words = home.parent / "words"
+    made = console(*arguments, "--words", "12", "--phrase-file", str(words))
     assert made.returncode == 0, made.stderr
     address = made.stdout.strip()
-    shown = [word for line in made.stderr.splitlines()[1:] for word in line.split() if word.isalpha()]
+    shown = words.read_text().split()
     assert len(shown) == 12
+    assert stat.S_IMODE(words.stat().st_mode) == 0o600
+    assert not set(shown) & set(made.stderr.split())
+    words.unlink()
     file = home / "data" / "vault.json"
     assert json.loads(file.read_text())["kdf"]["mem_kib"] == 64 * 1024
     assert console("wallet", "address").stdout == f"{address}\n"
     assert json.loads(console("wallet", "address", "--json").stdout) == {"address": address}
 
-    failed(console(*arguments), ExitCode.WALLET, str(file), "--force")
+    failed(console(*arguments, "--phrase-file", str(words)), ExitCode.WALLET, str(file), "--force")
+    assert not words.exists()
     assert console("wallet", "address").stdout == f"{address}\n"
-    replaced = console(*arguments, "--force")
+    replaced = console(*arguments, "--force", "--phrase-file", str(words))
     assert replaced.returncode == 0
     assert replaced.stdout.strip() != address
     (kept,) = file.parent.glob("vault.json.*.bak")
@@ -190,20 +239,24 @@ def test_a_wallet_is_made_once_and_replaced_only_by_force(home, secret):
 
     # The words that were shown are the way back to the first wallet.
     restored = console(
-        *("wallet", "import", "--force", "--passphrase-file", str(secret)),
+        *("wallet", "import", "--offline", "--force", "--passphrase-file", str(secret)),
         stdin=" ".join(shown),
         KVASIR_WALLET_KDF="interactive",
     )
     assert restored.stdout.strip() == address
 
 
-def test_a_wallet_without_a_passphrase_is_not_made(home):
-    failed(console("wallet", "create"), ExitCode.USAGE, "--passphrase-file")
+def test_a_wallet_without_a_passphrase_or_a_place_for_its_words_is_not_made(home, secret):
+    words = home.parent / "words"
+    failed(console("wallet", "create", "--phrase-file", str(words)), ExitCode.USAGE, "--passphrase-file")
+    assert not words.exists()
+    failed(console("wallet", "create", "--passphrase-file", str(secret)), ExitCode.USAGE, "--phrase-file")
     assert not (home / "data" / "vault.json").exists()
 
 
 def test_an_import_shows_every_address_before_it_keeps_one(home, secret):
-    arguments = ("--set", "wallet.kdf=interactive", "wallet", "import", "--passphrase-file", str(secret))
+    settings = ("--set", "wallet.kdf=interactive")
+    arguments = (*settings, "wallet", "import", "--offline", "--passphrase-file", str(secret))
 
     refused = console(*arguments, "--path", "m/44/501", stdin=PHRASE)
     failed(refused, ExitCode.WALLET, "m/44/501")
@@ -288,6 +341,7 @@ class RunningNode:
     def __init__(self) -> None:
         self.passphrases: list[str] = []
         self.pending = 0
+        self.locked = 0
 
     def handlers(self) -> dict[str, Handler]:
         async def status(_: Message) -> Message:
@@ -299,12 +353,16 @@ class RunningNode:
                 raise WalletError("wrong_passphrase", "The passphrase does not open the vault.", "Try again.")
             return {}
 
+        async def lock(_: Message) -> Message:
+            self.locked += 1
+            return {}
+
         async def claim(_: Message) -> Message:
             if not self.pending:
                 raise LedgerError("nothing_to_claim", "0 micro-KVR are pending.", "It accrues with work.")
             return {"claim": {"claim_id": "c", "micro_kvr": self.pending, "state": "reserved"}}
 
-        return {"status": status, "unlock": unlock, "claim": claim}
+        return {"status": status, "unlock": unlock, "lock": lock, "claim": claim}
 
 
 async def ask(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -344,6 +402,12 @@ async def test_a_running_node_is_unlocked_from_outside(node, secret, tmp_path):
     wrong.chmod(0o600)
     failed(await ask("wallet", "unlock", "--passphrase-file", str(wrong)), ExitCode.WALLET, "Try again")
     failed(await ask("wallet", "unlock"), ExitCode.USAGE, "--passphrase-file")
+
+
+async def test_a_wallet_is_locked_from_outside(node):
+    result = await ask("wallet", "lock")
+    assert (result.returncode, result.stdout, node.locked) == (0, "", 1)
+    assert "locked" in result.stderr
 
 
 async def test_a_claim_is_made_from_outside(node):

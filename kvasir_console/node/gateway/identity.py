@@ -22,6 +22,7 @@ from kvasir_console.errors import KvasirError, SystemResourceError, UsageError, 
 from kvasir_console.node.gateway.store import NONCE_TTL_S, Store
 from kvasir_console.paths import private_directory
 from kvasir_console.relay.wire import signed
+from kvasir_console.wallet.delegation import Delegation, parse_details
 from kvasir_console.wallet.keys import decode_signature, encode_address, verify
 
 SERVICE_HEADER = "x-kvasir-service-token"
@@ -136,18 +137,40 @@ class Identity:
         )
         return nonce, signed.bridge_challenge_text(wallet, nonce)
 
-    async def node_token(self, wallet: str, nonce: str, signature: str) -> tuple[str, int]:
+    async def node_token(self, wallet: str, nonce: str, signature: str, key: str | None = None) -> tuple[str, int]:
         """(token, seconds it is valid) against the signed challenge. The nonce is spent even when this fails.
 
+        Args:
+            key: the session key that signed, if it was not the wallet; its token ends with its delegation.
+
         Raises:
-            WalletError: ``challenge_refused`` or ``signature_refused``.
+            WalletError: ``challenge_refused``, ``signature_refused`` or ``delegation_unknown``.
         """
         now = int(self._clock())
         if not await asyncio.to_thread(self._store.consume_nonce, nonce, wallet, _NODE_TOKEN_PURPOSE, now):
             raise _challenge_refused()
-        _check_signature(wallet, signed.bridge_challenge_text(wallet, nonce), signature)
-        token = signed.mint_node_token(self._secrets.node_token_key, wallet, now + signed.NODE_TOKEN_TTL_S)
-        return token, signed.NODE_TOKEN_TTL_S
+        lifetime_s = signed.NODE_TOKEN_TTL_S
+        if key is not None:
+            until = await asyncio.to_thread(self._store.delegated_until, wallet, key, now)
+            if until is None:
+                raise WalletError(
+                    "delegation_unknown", "That key may not take part for this wallet.", "Unlock the wallet again."
+                )
+            lifetime_s = min(lifetime_s, until - now)
+        _check_signature(key or wallet, signed.bridge_challenge_text(wallet, nonce), signature)
+        return signed.mint_node_token(self._secrets.node_token_key, wallet, now + lifetime_s), lifetime_s
+
+    async def delegate(self, wallet: str, message: str, signature: str) -> Delegation:
+        """Let a session key take part for ``wallet``, as its signed ``delegate`` action says.
+
+        Raises:
+            WalletError: as ``check_action``, and ``delegation_malformed``.
+        """
+        action = await self.check_action(wallet, signed.ActionKind.DELEGATE, message, signature)
+        granted, now = parse_details(action.details), self._clock()
+        granted.check(wallet, now)
+        await asyncio.to_thread(self._store.delegate, wallet, granted.key, granted.until_s, int(now))
+        return granted
 
     async def action_challenge(self, wallet: str, action: str, host: str, address: str) -> dict[str, str]:
         """What a wallet needs to write the text of a signed action.

@@ -58,6 +58,7 @@ class Info:
             "relay_token_header": True,
             "placement": 1,
             "signed_actions": 1,
+            "delegation": 1,
             "hub_key": self._identity.hub_key,
         }
         return JSONResponse(

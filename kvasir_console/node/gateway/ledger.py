@@ -1,8 +1,9 @@
 """Balances and claims over the store: every credit and every change of a claim is one transaction.
 
 What holds at any time, for every row: ``credited + carried = sum of (units x multiplier x rate)`` exactly, and
-``0 <= claimed <= credited``. A claim takes what is pending from its wallet's rows when it is reserved, so what two
-claims that race can pay is what there was, once; one that failed on chain gives it back.
+``0 <= claimed <= credited``; ``audit`` makes those sums again from what is stored. A claim takes what is pending from
+its wallet's rows when it is reserved, so what two claims that race can pay is what there was, once; one that failed on
+chain gives it back.
 
 States of a claim:
 
@@ -10,7 +11,7 @@ States of a claim:
 * ``signed``: a transaction for it is stored; then ``sent``, once it was given to the chain.
 * ``confirmed``: paid.
 * ``failed``: the transaction landed with an error, so the amount is pending again.
-* ``expired``: the transaction can no longer land; it waits to be signed anew.
+* ``expired``: the transaction can no longer land; it waits for a second look, and then to be signed anew.
 """
 
 from __future__ import annotations
@@ -28,11 +29,14 @@ from sqlalchemy.engine import Connection, Row
 from sqlalchemy.exc import IntegrityError
 
 from kvasir_console.errors import LedgerError
+from kvasir_console.node.gateway.audit import audit
 from kvasir_console.node.gateway.store import Store
-from kvasir_console.node.gateway.tables import accounts, attempts, claim_items, claims, counters
+from kvasir_console.node.gateway.tables import accounts, attempts, claim_items, claims, counters, credited_units
 from kvasir_console.wallet import settlement
 
 MAX_COUNTER_MICRO_UNITS = 2**62
+_MAX_INTEGER = 2**63 - 1
+"""What a column holds. SQLite would go on beyond it with floats."""
 
 
 class ClaimState(StrEnum):
@@ -49,8 +53,9 @@ OPEN_STATES = (ClaimState.RESERVED, ClaimState.SIGNED, ClaimState.SENT, ClaimSta
 _SIGNABLE = (ClaimState.RESERVED, ClaimState.EXPIRED)
 _BEFORE: Mapping[ClaimState, tuple[ClaimState, ...]] = {
     ClaimState.SENT: (ClaimState.SIGNED, ClaimState.SENT),
-    ClaimState.CONFIRMED: (ClaimState.SIGNED, ClaimState.SENT),
-    ClaimState.FAILED: (ClaimState.SIGNED, ClaimState.SENT),
+    # An RPC that knew more than the one before it: what landed has landed.
+    ClaimState.CONFIRMED: (ClaimState.SIGNED, ClaimState.SENT, ClaimState.EXPIRED),
+    ClaimState.FAILED: (ClaimState.SIGNED, ClaimState.SENT, ClaimState.EXPIRED),
     ClaimState.EXPIRED: (ClaimState.SIGNED, ClaimState.SENT),
 }
 
@@ -105,6 +110,8 @@ class Claim:
     signature: str | None
     raw: bytes | None
     last_valid_block_height: int | None
+    slot: int
+    """Its transaction cannot have landed before; 0 if that is not known."""
     error: str
     created_at: int
     updated_at: int
@@ -129,12 +136,15 @@ class Ledger:
                 "Nothing was credited for it.",
             )
         try:
-            with self._store.write() as connection:
-                grown = _advance_counter(connection, reading)
-                return _credit_units(connection, reading, grown, now) if grown else 0
+            return self._credit(reading, now)
         except IntegrityError:
-            # Another gateway on the same database credited this reading's first row; the next poll finds it.
-            return 0
+            # Another gateway on the same database made this reading's first row; now it is there to be found.
+            return self._credit(reading, now)
+
+    def _credit(self, reading: Reading, now: int) -> int:
+        with self._store.write() as connection:
+            grown = _advance_counter(connection, reading)
+            return _credit_units(connection, reading, grown, now) if grown else 0
 
     def account(self, wallet: str, worker_id: str, kind: str) -> Account | None:
         with self._store.read() as connection:
@@ -225,7 +235,7 @@ class Ledger:
             return int(connection.scalar(query) or 0)
 
     def record_attempt(
-        self, claim_id: str, signature: str, raw: bytes, last_valid_block_height: int, now: int
+        self, claim_id: str, signature: str, raw: bytes, last_valid_block_height: int, now: int, slot: int = 0
     ) -> Claim | None:
         """Store a signed transaction before it is sent; ``None`` if the claim was taken by another process."""
         with self._store.write() as connection:
@@ -237,6 +247,7 @@ class Ledger:
                     signature=signature,
                     raw=raw,
                     last_valid_block_height=last_valid_block_height,
+                    slot=slot,
                     error="",
                     updated_at=now,
                 )
@@ -279,6 +290,11 @@ class Ledger:
                 .where(claims.c.id == claim.claim_id, claims.c.state.in_(OPEN_STATES))
                 .values(error=error, updated_at=now)
             )
+
+    def audit(self) -> tuple[str, ...]:
+        """What does not add up, in words; empty when every balance is exactly what its work and its claims make it."""
+        with self._store.read() as connection:
+            return audit(connection)
 
     def attempts(self, claim_id: str) -> tuple[tuple[str, str], ...]:
         """(signature, outcome) of every transaction signed for a claim, in order."""
@@ -323,7 +339,17 @@ def _credit_units(connection: Connection, reading: Reading, micro_units: int, no
     multiplier = settlement.tier(reading.perf_tps).multiplier
     carried = Fraction(0) if row is None else _carried(row)
     credit = settlement.credit(micro_units, multiplier, carried=carried)
+    total_units = micro_units + (0 if row is None else row.micro_units)
+    total_credited = credit.micro_kvr + (0 if row is None else row.credited_micro_kvr)
+    if max(total_units, total_credited) > _MAX_INTEGER:
+        raise LedgerError(
+            "counter_implausible",
+            f"The work of {reading.worker_id} would come to {total_units} micro-units.",
+            "Nothing was credited for it.",
+        )
     values = {
+        "micro_units": total_units,
+        "credited_micro_kvr": total_credited,
         "model": reading.model,
         "source_run_id": reading.run_id,
         "multiplier": fraction_text(multiplier),
@@ -338,28 +364,41 @@ def _credit_units(connection: Connection, reading: Reading, micro_units: int, no
                 wallet=reading.wallet,
                 worker_id=reading.worker_id,
                 kind=reading.kind,
-                micro_units=micro_units,
-                credited_micro_kvr=credit.micro_kvr,
                 claimed_micro_kvr=0,
                 created_at=now,
                 **values,
             )
         )
     else:
-        connection.execute(
-            accounts.update()
-            .where(*key)
-            .values(
-                micro_units=accounts.c.micro_units + micro_units,
-                credited_micro_kvr=accounts.c.credited_micro_kvr + credit.micro_kvr,
-                **values,
-            )
-        )
+        connection.execute(accounts.update().where(*key).values(**values))
+    _count_units(connection, reading, fraction_text(multiplier), micro_units)
     return credit.micro_kvr
 
 
+def _count_units(connection: Connection, reading: Reading, multiplier: str, micro_units: int) -> None:
+    key = {
+        "wallet": reading.wallet,
+        "worker_id": reading.worker_id,
+        "kind": reading.kind,
+        "multiplier": multiplier,
+    }
+    counted = connection.execute(
+        credited_units.update()
+        .where(*(credited_units.c[name] == value for name, value in key.items()))
+        .values(micro_units=credited_units.c.micro_units + micro_units)
+    ).rowcount
+    if not counted:
+        connection.execute(credited_units.insert().values(**key, micro_units=micro_units))
+
+
 def _give_back(connection: Connection, claim_id: str) -> None:
-    for item in connection.execute(sa.select(claim_items).where(claim_items.c.claim_id == claim_id)).all():
+    """In the order in which a claim takes its rows, so that two of them never wait for each other."""
+    items = (
+        sa.select(claim_items)
+        .where(claim_items.c.claim_id == claim_id)
+        .order_by(claim_items.c.worker_id, claim_items.c.kind)
+    )
+    for item in connection.execute(items).all():
         connection.execute(
             accounts.update()
             .where(*_account_key(item.wallet, item.worker_id, item.kind))
@@ -406,6 +445,7 @@ def _claim(row: Row[Any]) -> Claim:
         signature=row.signature,
         raw=row.raw,
         last_valid_block_height=row.last_valid_block_height,
+        slot=row.slot,
         error=row.error,
         created_at=row.created_at,
         updated_at=row.updated_at,

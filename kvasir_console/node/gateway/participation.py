@@ -19,6 +19,7 @@ from kvasir_console.node.gateway.metering import Meter
 from kvasir_console.node.gateway.plans import PlannedRing
 from kvasir_console.node.gateway.web import address_of, query_integer, read_json, text_field, wallet_field
 from kvasir_console.relay.hub import Hub
+from kvasir_console.relay.wire.signed import MAX_TEXT_BYTES
 
 SHARD_DIGEST_HEADER = "x-kvasir-shard-digest"
 
@@ -46,6 +47,7 @@ class Participation:
         return [
             Route("/api/auth/challenge", self.challenge, methods=["POST"]),
             Route("/api/auth/node-token", self.node_token, methods=["POST"]),
+            Route("/api/auth/delegate", self.delegate, methods=["POST"]),
             Route("/api/expert-demand", self.demand, methods=["GET"]),
             Route("/api/expert-volunteer", self.volunteer, methods=["POST"]),
             Route("/api/expert-coverage", self.coverage, methods=["POST"]),
@@ -62,12 +64,21 @@ class Participation:
         return JSONResponse({"nonce": nonce, "message": message})
 
     async def node_token(self, request: Request) -> Response:
+        """Our extension: with ``key``, a session key signed the challenge in the wallet's place."""
         body = await read_json(request)
         wallet = wallet_field(body)
+        key = wallet_field(body, "key") if body.get("key") is not None else None
         token, ttl_s = await self._identity.node_token(
-            wallet, text_field(body, "nonce", 64), text_field(body, "signature", 128)
+            wallet, text_field(body, "nonce", 64), text_field(body, "signature", 128), key
         )
         return JSONResponse({"node_token": token, "wallet": wallet, "expires_in": ttl_s})
+
+    async def delegate(self, request: Request) -> Response:
+        body = await read_json(request)
+        wallet = wallet_field(body)
+        message, signature = text_field(body, "message", MAX_TEXT_BYTES), text_field(body, "signature", 128)
+        granted = await self._identity.delegate(wallet, message, signature)
+        return JSONResponse({"wallet": wallet, "key": granted.key, "until": granted.until_s})
 
     async def demand(self, request: Request) -> Response:
         self._caller(request)

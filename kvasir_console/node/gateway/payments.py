@@ -151,12 +151,14 @@ class Payments:
         return JSONResponse({"totals": totals, "nodes": shown})
 
     async def settlement(self, request: Request) -> Response:
-        """Every row and claim, exact, for the operator's machines."""
+        """Every row and claim, exact, and what of them does not add up, for the operator's machines."""
         self._identity.require_service(request.headers)
         accounts = await asyncio.to_thread(self._ledger.accounts)
         claims = await asyncio.to_thread(self._ledger.claims)
+        wrong = await asyncio.to_thread(self._ledger.audit)
         return JSONResponse(
             {
+                "audit": list(wrong),
                 "rows": [
                     {
                         "node_id": account.worker_id,

@@ -2,7 +2,7 @@
 
 A claim is paid at most once, whatever dies when. Its transaction is signed and stored before it is sent; from then on
 only that transaction is sent, any number of times, until the chain says how it ended. Only one that can never land
-any more is replaced by another.
+any more, as the chain says twice, is replaced by another.
 """
 
 from __future__ import annotations
@@ -23,11 +23,14 @@ from solders.keypair import Keypair
 
 from kvasir_console import logs
 from kvasir_console.child import die_with_parent, forbid_core_dumps
-from kvasir_console.errors import ExitCode, KvasirError, LedgerError, NetworkError, SystemResourceError, WalletError
+from kvasir_console.errors import ExitCode, KvasirError, LedgerError, NetworkError, WalletError
 from kvasir_console.node.gateway.ledger import Claim, ClaimState, Ledger
 from kvasir_console.node.gateway.store import Store
 from kvasir_console.wallet.chain import Chain, Outcome, OutcomeState, PreparedTransfer
+from kvasir_console.wallet.chain_cluster import cluster_name
+from kvasir_console.wallet.chain_endpoints import host_of
 from kvasir_console.wallet.keys import is_address
+from kvasir_console.wallet.localnet.auth import read_auth_file
 from kvasir_console.wallet.passphrase import read_passphrase
 from kvasir_console.wallet.transfers import KvrTransfer, prepare_transfer
 from kvasir_console.wallet.vault import open_vault
@@ -36,6 +39,7 @@ log = logging.getLogger(__name__)
 
 MEMO_PREFIX = "kvasir:claim:"
 TREASURY_FACT = "treasury_owner"
+GENESIS_FACT = "genesis_hash"
 POLL_S = 1.0
 MAX_POLL_S = 30.0
 OUTCOME_WAIT_S = 20.0
@@ -67,12 +71,14 @@ class Treasury(Protocol):
 class ChainTreasury:
     """The treasury's key and a cluster."""
 
-    def __init__(self, chain: Chain, key: Keypair, mint: str) -> None:
+    def __init__(self, chain: Chain, key: Keypair, mint: str, priority_micro_lamports: int = 0) -> None:
         self._chain = chain
         self._key = key
         self._mint = mint
+        self._priority = priority_micro_lamports
 
     async def prepare(self, claim: Claim) -> PreparedTransfer:
+        await self._chain.check_fresh()
         intent = KvrTransfer(
             source=str(self._key.pubkey()),
             recipient=claim.wallet,
@@ -80,20 +86,36 @@ class ChainTreasury:
             micro_kvr=claim.micro_kvr,
             memo=MEMO_PREFIX + claim.claim_id,
         )
-        return await prepare_transfer(self._chain, intent, self._key)
+        return await prepare_transfer(self._chain, intent, self._key, self._priority)
 
     async def submit(self, prepared: PreparedTransfer) -> None:
         await self._chain.submit(prepared)
 
     async def outcome(self, prepared: PreparedTransfer, timeout_s: float) -> Outcome | None:
         try:
-            return await self._chain.await_outcome(
-                prepared.signature, prepared.last_valid_block_height, raw=prepared.raw, timeout_s=timeout_s
-            )
+            return await self._chain.outcome(prepared, timeout_s=timeout_s)
         except NetworkError as error:
             if error.code == "outcome_unknown":
                 return None
             raise
+
+
+class StorePin:
+    """The cluster that a database's claims are paid on: elsewhere their transactions would look as if they expired."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def check(self, genesis: str, url: str) -> None:
+        """The first cluster is kept. Raises ``LedgerError`` ``cluster_changed`` for another."""
+        known = self._store.remember(GENESIS_FACT, genesis)
+        if known != genesis:
+            raise LedgerError(
+                "cluster_changed",
+                f"The claims of this database are paid on {cluster_name(known)}; the RPC at {host_of(url)} belongs to "
+                f"{cluster_name(genesis)}.",
+                "Give the RPC of that cluster, or another database.",
+            )
 
 
 class Payer:
@@ -129,6 +151,8 @@ class Payer:
                     await asyncio.to_thread(self._ledger.note, claim, str(error), self._now())
 
     async def _move(self, claim: Claim) -> None:
+        if claim.state is ClaimState.EXPIRED and not await self._expired_for_good(claim):
+            return
         if claim.state in (ClaimState.RESERVED, ClaimState.EXPIRED):
             signed = await self._sign(claim)
             if signed is None:
@@ -150,6 +174,13 @@ class Payer:
         elif refusal is not None:
             raise refusal
 
+    async def _expired_for_good(self, claim: Claim) -> bool:
+        """A second look before another transaction is signed: the RPC may be another one, that knows more."""
+        look = await self._treasury.outcome(_prepared(claim), 0.0)
+        if look is not None and look.state is not OutcomeState.EXPIRED:
+            await self._advance(claim, _ENDS[look.state], look.error)
+        return look is not None and look.state is OutcomeState.EXPIRED
+
     async def _sign(self, claim: Claim) -> Claim | None:
         """Sign and store. ``None`` if another payout process took the claim; its transaction is then the only one."""
         prepared = await self._treasury.prepare(claim)
@@ -160,6 +191,7 @@ class Payer:
             prepared.raw,
             prepared.last_valid_block_height,
             self._now(),
+            prepared.slot,
         )
 
     async def _advance(self, claim: Claim, state: ClaimState, error: str = "") -> None:
@@ -173,7 +205,7 @@ class Payer:
 def _prepared(claim: Claim) -> PreparedTransfer:
     if claim.raw is None or claim.signature is None or claim.last_valid_block_height is None:
         raise LedgerError("claim_without_transaction", f"Claim {claim.claim_id} has no stored transaction.")
-    return PreparedTransfer(claim.raw, claim.signature, claim.last_valid_block_height)
+    return PreparedTransfer(claim.raw, claim.signature, claim.last_valid_block_height, claim.slot)
 
 
 async def serve(payer: Payer, stop: asyncio.Event, poll_s: float = POLL_S) -> None:
@@ -188,16 +220,6 @@ async def serve(payer: Payer, stop: asyncio.Event, poll_s: float = POLL_S) -> No
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(pause_s):
                 await stop.wait()
-
-
-def read_auth(file: Path | None) -> str | None:
-    """The RPC's ``Authorization`` value from its file. Raises ``SystemResourceError``."""
-    if file is None:
-        return None
-    try:
-        return file.read_text(encoding="ascii").strip() or None
-    except (OSError, UnicodeDecodeError) as error:
-        raise SystemResourceError("rpc_auth_unreadable", f"{file} cannot be read: {error}.") from error
 
 
 async def run(arguments: argparse.Namespace) -> None:
@@ -215,9 +237,16 @@ async def run(arguments: argparse.Namespace) -> None:
         loop.add_signal_handler(number, stop.set)
     try:
         await asyncio.to_thread(store.set_fact, TREASURY_FACT, str(keypair.pubkey()))
-        async with Chain(arguments.rpc, read_auth(arguments.rpc_auth_file)) as chain:
+        async with Chain(
+            arguments.rpc,
+            read_auth_file(arguments.rpc_auth_file) if arguments.rpc_auth_file else None,
+            fallbacks=arguments.rpc_fallback,
+            pin=StorePin(store),
+            commitment=arguments.commitment,
+        ) as chain:
             log.info("paying from %s", keypair.pubkey())
-            await serve(Payer(Ledger(store), ChainTreasury(chain, keypair, arguments.mint)), stop, arguments.poll_s)
+            treasury = ChainTreasury(chain, keypair, arguments.mint, arguments.priority_micro_lamports)
+            await serve(Payer(Ledger(store), treasury), stop, arguments.poll_s)
     finally:
         store.close()
 
@@ -227,6 +256,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--database", required=True, help="SQLAlchemy URL of the gateway's store")
     parser.add_argument("--rpc", required=True, help="URL of the Solana RPC")
     parser.add_argument("--rpc-auth-file", type=Path, default=None, help="file with its Authorization header")
+    parser.add_argument("--rpc-fallback", action="append", default=[], help="another RPC of that cluster; repeatable")
+    parser.add_argument("--commitment", choices=("processed", "confirmed", "finalized"), default="confirmed")
+    parser.add_argument(
+        "--priority-micro-lamports", type=int, default=0, help="offered for each compute unit on top of the fee"
+    )
     parser.add_argument("--mint", required=True, help="the KVR mint")
     parser.add_argument("--treasury", type=Path, required=True, help="vault of the treasury's wallet")
     parser.add_argument("--passphrase-file", type=Path, default=None)

@@ -45,6 +45,8 @@ class Settler:
         self._ledger = ledger
         self._poll_s = poll_s
         self._clock = clock
+        self._credited: dict[tuple[str, str, str, str], int] = {}
+        """The last reading of each counter that was handed to the ledger: most of them stand still."""
 
     async def run(self) -> None:
         """Poll until cancelled. A poll that fails is tried again at the next turn; nothing is lost by it."""
@@ -62,13 +64,18 @@ class Settler:
             NetworkError: the hub does not answer, or with something else.
         """
         credited = 0
+        readings: dict[tuple[str, str, str, str], int] = {}
         for row in await self._read():
             try:
                 reading = parse_row(row)
-                credited += await asyncio.to_thread(self._ledger.credit, reading, int(self._clock()))
+                key = (reading.run_id, reading.wallet, reading.worker_id, reading.kind)
+                if self._credited.get(key) != reading.micro_units:
+                    credited += await asyncio.to_thread(self._ledger.credit, reading, int(self._clock()))
+                readings[key] = reading.micro_units
             except LedgerError as error:
                 # One bad row must not keep the others from their pay.
                 log.error("a contribution is not credited: %s", error)
+        self._credited = readings
         return credited
 
     async def _read(self) -> list[Any]:

@@ -1,6 +1,8 @@
 """The operator's database: opening it, its transactions, and the small records (nonces, plans, requests, facts).
 
 SQLite in WAL mode by default, PostgreSQL by URL. Money has a module of its own, ``ledger.py``, over the same tables.
+The facts say which version of the schema a database has; an older one is brought up to date when it is opened, a newer
+one is refused.
 
 A write transaction takes SQLite's lock at its start (``BEGIN IMMEDIATE``): a transaction that read first and then
 wanted to write could otherwise fail half-way because another writer came between. On PostgreSQL the rows that a
@@ -11,7 +13,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,20 +22,51 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy import event
 from sqlalchemy.engine import URL, Connection, Engine, make_url
-from sqlalchemy.exc import OperationalError, SQLAlchemyError
+from sqlalchemy.exc import DataError, OperationalError, SQLAlchemyError
 from sqlalchemy.pool import ConnectionPoolEntry
 
 from kvasir_console.errors import LedgerError
-from kvasir_console.node.gateway.tables import facts, metadata, nonces, plans, requests, ring_totals
+from kvasir_console.node.gateway.tables import (
+    accounts,
+    credited_units,
+    delegations,
+    facts,
+    metadata,
+    nonces,
+    plans,
+    requests,
+    ring_totals,
+)
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 NONCE_TTL_S = 300
 NONCES_TOTAL = 10_000
 NONCES_PER_WALLET = 16
 NONCES_PER_ADDRESS = 1_000
+DELEGATIONS_PER_WALLET = 16
 BUSY_TIMEOUT_MS = 10_000
 CONTENT_TTL_S = 30 * 86_400
 """How long the tokens of an answer are kept; the accounting row stays."""
+
+
+def _to_version_2(connection: Connection) -> None:
+    """Units by multiplier, and the slot a claim was signed in. Version 1 knew one multiplier for each row."""
+    credited_units.create(connection)
+    columns = [each["name"] for each in sa.inspect(connection).get_columns("claims")]
+    if "slot" not in columns:
+        connection.execute(sa.text("ALTER TABLE claims ADD COLUMN slot BIGINT NOT NULL DEFAULT 0"))
+    key = (accounts.c.wallet, accounts.c.worker_id, accounts.c.kind, accounts.c.multiplier, accounts.c.micro_units)
+    connection.execute(
+        credited_units.insert().from_select(
+            ["wallet", "worker_id", "kind", "multiplier", "micro_units"], sa.select(*key)
+        )
+    )
+
+
+_UPGRADES: Mapping[int, Callable[[Connection], None]] = {1: _to_version_2}
+"""By the version they start from."""
+_SETUP_LOCK = 0x6B76_6173_6972
+"""PostgreSQL's advisory lock for setting up: two gateways may start on an empty database at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +92,7 @@ class Store:
 
     @classmethod
     def open(cls, url: str) -> Store:
-        """Connect and create what is missing.
+        """Connect, create what is missing, and bring an older schema up to date.
 
         Raises:
             LedgerError: the URL cannot be used, or a newer version of this program wrote the database.
@@ -68,22 +101,22 @@ class Store:
             parsed = make_url(url)
             if parsed.get_backend_name() == "sqlite" and parsed.database not in (None, "", ":memory:"):
                 Path(str(parsed.database)).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            engine = make_engine(parsed)
-            metadata.create_all(engine)
-            store = cls(engine)
-            found = int(store.remember("schema_version", str(SCHEMA_VERSION)))
-        except (SQLAlchemyError, OSError, ModuleNotFoundError) as error:
+            store = cls(make_engine(parsed))
+            try:
+                with store.write() as connection:
+                    _set_up(connection)
+            except BaseException:
+                store.close()
+                raise
+        except (SQLAlchemyError, OSError, ModuleNotFoundError, LedgerError) as error:
+            if isinstance(error, LedgerError) and error.code == "store_version":
+                raise
+            cause = error.__cause__ if isinstance(error, LedgerError) else error
             raise LedgerError(
                 "store_unavailable",
-                f"The settlement database cannot be opened: {error.__class__.__name__}.",
+                f"The settlement database cannot be opened: {type(cause).__name__}.",
                 "Check gateway.database, and that its folder or server can be written to.",
             ) from error
-        if found != SCHEMA_VERSION:
-            raise LedgerError(
-                "store_version",
-                f"The settlement database has schema version {found}; this program writes version {SCHEMA_VERSION}.",
-                "Run the version of kvasir-console that wrote it, or give another gateway.database.",
-            )
         return store
 
     def close(self) -> None:
@@ -94,7 +127,8 @@ class Store:
         """A transaction that may write; it commits at the end and rolls back on any error.
 
         Raises:
-            LedgerError: the database is locked by others for longer than the busy time-out.
+            LedgerError: the database is locked by others for longer than the busy time-out, or away; or
+                ``store_value``: it cannot hold what it was given.
         """
         try:
             with self._engine.connect().execution_options(kvasir_write=True) as connection, connection.begin():
@@ -103,12 +137,21 @@ class Store:
             raise LedgerError(
                 "store_busy", "The settlement database did not take the change.", "Try again in a moment."
             ) from error
+        except DataError as error:
+            raise LedgerError(
+                "store_value", "The settlement database cannot hold that value.", "Nothing was changed."
+            ) from error
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
-        """A consistent view."""
-        with self._engine.connect() as connection, connection.begin():
-            yield connection
+        """A consistent view. Raises ``LedgerError`` as ``write``."""
+        try:
+            with self._engine.connect() as connection, connection.begin():
+                yield connection
+        except OperationalError as error:
+            raise LedgerError(
+                "store_busy", "The settlement database does not answer.", "Try again in a moment."
+            ) from error
 
     def remember(self, name: str, value: str) -> str:
         """The fact ``name``; ``value`` is kept as it if there is none yet."""
@@ -176,6 +219,38 @@ class Store:
                 .returning(nonces.c.wallet, nonces.c.purpose, nonces.c.expires_at)
             ).one_or_none()
         return row is not None and row.wallet == wallet and row.purpose == purpose and row.expires_at > now
+
+    def delegate(self, wallet: str, key: str, until: int, now: int) -> None:
+        """Let ``key`` take part for ``wallet`` until ``until``; 0 takes that back. The oldest of too many give way."""
+        with self.write() as connection:
+            connection.execute(
+                delegations.delete().where(
+                    delegations.c.wallet == wallet,
+                    sa.or_(delegations.c.key == key, delegations.c.until <= now),
+                )
+            )
+            if not until:
+                return
+            surplus = connection.scalars(
+                sa.select(delegations.c.key)
+                .where(delegations.c.wallet == wallet)
+                .order_by(delegations.c.created_at.desc(), delegations.c.key)
+                .offset(DELEGATIONS_PER_WALLET - 1)
+            ).all()
+            if surplus:
+                connection.execute(
+                    delegations.delete().where(delegations.c.wallet == wallet, delegations.c.key.in_(surplus))
+                )
+            connection.execute(delegations.insert().values(wallet=wallet, key=key, until=until, created_at=now))
+
+    def delegated_until(self, wallet: str, key: str, now: int) -> int | None:
+        """Until when ``key`` may take part for ``wallet``; ``None`` if it may not."""
+        with self.read() as connection:
+            return connection.scalar(
+                sa.select(delegations.c.until).where(
+                    delegations.c.wallet == wallet, delegations.c.key == key, delegations.c.until > now
+                )
+            )
 
     def plan_generation(self, ring: str, content: str) -> int:
         """The generation of a plan with this ``content``: one more than the last whenever the content changed."""
@@ -249,9 +324,33 @@ class Store:
             ).rowcount
 
 
+def _set_up(connection: Connection) -> None:
+    """Make the tables of an empty database, or upgrade those of an older one. Raises ``LedgerError``."""
+    if connection.dialect.name == "postgresql":
+        connection.execute(sa.text("SELECT pg_advisory_xact_lock(:key)"), {"key": _SETUP_LOCK})
+    facts.create(connection, checkfirst=True)
+    version = facts.c.name == "schema_version"
+    found = connection.scalar(sa.select(facts.c.value).where(version))
+    if found is None:
+        metadata.create_all(connection)
+        connection.execute(facts.insert().values(name="schema_version", value=str(SCHEMA_VERSION)))
+        return
+    if int(found) > SCHEMA_VERSION:
+        raise LedgerError(
+            "store_version",
+            f"The settlement database has schema version {found}; this program knows version {SCHEMA_VERSION}.",
+            "Run the version of kvasir-console that wrote it, or give another gateway.database.",
+        )
+    for step in range(int(found), SCHEMA_VERSION):
+        _UPGRADES[step](connection)
+    connection.execute(facts.update().where(version).values(value=str(SCHEMA_VERSION)))
+
+
 def make_engine(url: URL) -> Engine:
     """An engine whose transactions begin the way the module's docstring says."""
     if url.get_backend_name() != "sqlite":
+        if url.drivername == "postgresql":
+            url = url.set(drivername="postgresql+psycopg")
         return sa.create_engine(url, pool_pre_ping=True)
     engine = sa.create_engine(url, connect_args={"timeout": BUSY_TIMEOUT_MS / 1000})
 

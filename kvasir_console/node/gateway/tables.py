@@ -24,6 +24,16 @@ nonces = sa.Table(
     sa.Column("expires_at", sa.BigInteger, nullable=False, index=True),
 )
 
+delegations = sa.Table(
+    "delegations",
+    metadata,
+    sa.Column("wallet", sa.String(44), primary_key=True),
+    sa.Column("key", sa.String(44), primary_key=True),
+    sa.Column("until", sa.BigInteger, nullable=False),
+    sa.Column("created_at", sa.BigInteger, nullable=False),
+)
+"""Session keys that may prove participation for a wallet, until a moment."""
+
 plans = sa.Table(
     "plans",
     metadata,
@@ -108,6 +118,20 @@ accounts = sa.Table(
     sa.CheckConstraint("claimed_micro_kvr >= 0 AND claimed_micro_kvr <= credited_micro_kvr", name="claimed_within"),
 )
 
+credited_units = sa.Table(
+    "credited_units",
+    metadata,
+    sa.Column("wallet", sa.String(44), primary_key=True),
+    sa.Column("worker_id", sa.String(256), primary_key=True),
+    sa.Column("kind", sa.String(16), primary_key=True),
+    sa.Column("multiplier", sa.String(64), primary_key=True),
+    sa.Column("micro_units", sa.BigInteger, nullable=False),
+    sa.ForeignKeyConstraint(
+        ["wallet", "worker_id", "kind"], ["accounts.wallet", "accounts.worker_id", "accounts.kind"]
+    ),
+)
+"""A row's units by the multiplier they were credited with: what its balance is to be checked against for ever."""
+
 claims = sa.Table(
     "claims",
     metadata,
@@ -119,6 +143,7 @@ claims = sa.Table(
     sa.Column("signature", sa.String(96), unique=True),
     sa.Column("raw", sa.LargeBinary),
     sa.Column("last_valid_block_height", sa.BigInteger),
+    sa.Column("slot", sa.BigInteger, nullable=False, server_default="0"),
     sa.Column("error", sa.Text, nullable=False),
     sa.Column("created_at", sa.BigInteger, nullable=False),
     sa.Column("updated_at", sa.BigInteger, nullable=False),

@@ -135,7 +135,8 @@ class Trunks:
                     log.warning("the work of %s cannot be read: %s", trunk.model.id, error)
 
     async def run(self) -> None:
-        """Supervise all until cancelled."""
+        """Supervise all until cancelled; a gateway of rings only has none."""
         async with asyncio.TaskGroup() as group:
             for name, trunk in self._trunks.items():
                 group.create_task(trunk.engine.run(), name=f"trunk-{name}")
+            await asyncio.Event().wait()

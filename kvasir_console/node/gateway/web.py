@@ -26,6 +26,7 @@ STATUS_BY_CODE: Mapping[str, int] = {
     "body_too_large": 413,
     "census_full": 503,
     "context_length_exceeded": 400,
+    "delegation_malformed": 400,
     "field_refused": 400,
     "hub_unavailable": 503,
     "model_not_served": 400,

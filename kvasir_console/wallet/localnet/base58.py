@@ -12,6 +12,8 @@ MAX_BYTES = 10_240
 """The longest data of one instruction (a program calling another)."""
 MAX_CHARACTERS = 1683
 """The longest transaction, 1232 bytes."""
+MAX_STORED_CHARACTERS = 14_000
+"""The longest text ``encode`` gives."""
 
 
 def encode(data: bytes) -> str:
@@ -27,10 +29,10 @@ def encode(data: bytes) -> str:
     return "1" * zeros + "".join(reversed(digits))
 
 
-def decode(text: str) -> bytes:
-    """Raises ``ValueError`` for another alphabet or above ``MAX_CHARACTERS``."""
-    if len(text) > MAX_CHARACTERS:
-        raise ValueError(f"base58 is for at most {MAX_CHARACTERS} characters")
+def decode(text: str, limit: int = MAX_CHARACTERS) -> bytes:
+    """Raises ``ValueError`` for another alphabet or above ``limit`` characters."""
+    if len(text) > limit:
+        raise ValueError(f"base58 is for at most {limit} characters")
     number = 0
     for character in text:
         value = _VALUES.get(character)

@@ -8,8 +8,8 @@ lasting memory of what it executed. Those are kept here and in SQLite:
 * SQLite is written before a submission is answered, and the runtime is rebuilt from it after a restart, a panic of
   the runtime or a failed write.
 
-Account state is answered as of the newest slot whatever commitment is asked for; signatures, history and blockhashes
-follow the commitment by the age of their slot. Address lookup tables and durable nonces are not offered.
+Accounts, signatures, history and blockhashes are answered at the commitment asked for, which is an age in slots; only
+trial runs always start from the newest state. Address lookup tables and durable nonces are not offered.
 Not thread-safe: one thread owns a ledger from ``open`` to ``close``.
 """
 
@@ -34,6 +34,7 @@ from solders.message import MessageV0
 from solders.pubkey import Pubkey
 from solders.signature import Signature
 from solders.system_program import ID as SYSTEM_PROGRAM_ID
+from solders.sysvar import CLOCK as CLOCK_SYSVAR
 from solders.token.state import Mint
 from solders.transaction import SanitizeError, VersionedTransaction
 from solders.transaction_metadata import FailedTransactionMetadata, TransactionMetadata
@@ -83,6 +84,15 @@ class Simulation:
     inner_instructions: list[dict[str, Any]]
     accounts: Mapping[Pubkey, Account]
     """Accounts after the run; empty when it failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    blockhash: Hash
+    previous: Hash
+    time: int
+    """Unix seconds."""
+    landed: tuple[LandedTransaction, ...]
 
 
 class Ledger:
@@ -151,16 +161,46 @@ class Ledger:
         slot = self._blockhashes.slot_of(blockhash, self.slot())
         return slot if slot is not None and slot <= self.slot(commitment) else None
 
+    def block(self, slot: int) -> Block:
+        """The block of a slot that has begun. Its time is estimated if nothing landed in it."""
+        landed = tuple(self._store.in_slot(slot))
+        age_ms = (self.slot() - slot) * self.slot_ms
+        return Block(
+            blockhash=self._blockhashes.at(slot),
+            previous=self._blockhashes.at(max(0, slot - 1)),
+            time=landed[0].block_time if landed else (self._clock.now_ms() - age_ms) // 1000,
+            landed=landed,
+        )
+
+    def transaction_count(self, commitment: Commitment) -> int:
+        return self._store.count(self.slot(commitment))
+
     # -- accounts ------------------------------------------------------------------------------------------------
 
-    def account(self, address: Pubkey) -> Account | None:
-        """The account, or ``None`` when there is none (the runtime keeps some without lamports)."""
+    def account(self, address: Pubkey, commitment: Commitment = Commitment.PROCESSED) -> Account | None:
+        """The account at a commitment, or ``None`` when there was none (the runtime keeps some without lamports)."""
+        slot = self.slot(commitment)
+        if address == CLOCK_SYSVAR:
+            self._guarded(lambda: self._svm.set_clock(self._clock_at(slot)))
+        changed, raw = self._store.account_after(bytes(address), slot)
+        if changed:
+            return None if raw is None else Account.from_bytes(raw)
         account = self._guarded(lambda: self._svm.get_account(address))
         return account if account is not None and account.lamports > 0 else None
 
-    def program_accounts(self, program: Pubkey) -> list[tuple[Pubkey, Account]]:
-        accounts: list[tuple[Pubkey, Account]] = self._guarded(lambda: self._svm.get_program_accounts(program))
-        return sorted(accounts, key=lambda each: bytes(each[0]))
+    def program_accounts(
+        self, program: Pubkey, commitment: Commitment = Commitment.PROCESSED
+    ) -> list[tuple[Pubkey, Account]]:
+        """The accounts a program owned at a commitment, sorted by address."""
+        newest: list[tuple[Pubkey, Account]] = self._guarded(lambda: self._svm.get_program_accounts(program))
+        accounts = {bytes(address): account for address, account in newest if account.lamports > 0}
+        for address, raw in self._store.accounts_after(self.slot(commitment)).items():
+            before = None if raw is None else Account.from_bytes(raw)
+            if before is not None and before.owner == program:
+                accounts[address] = before
+            else:
+                accounts.pop(address, None)
+        return [(Pubkey.from_bytes(address), account) for address, account in sorted(accounts.items())]
 
     def rent_exempt_lamports(self, data_bytes: int) -> int:
         return int(self._svm.minimum_balance_for_rent_exemption(data_bytes))
@@ -322,8 +362,14 @@ class Ledger:
             meta=views.meta_json(keys, before, after, self._mints(before, after), result, err),
             memo=views.memo_of(tx),
         )
-        writes = tuple(_write(key, after[key]) for key in keys if after[key] != before[key])
-        self._store.land(landed, tuple(bytes(key) for key in keys), writes, airdrop)
+        changed = [key for key in keys if after[key] != before[key]]
+        self._store.land(
+            landed,
+            tuple(bytes(key) for key in keys),
+            tuple(_write(key, after[key]) for key in changed),
+            tuple(_write(key, before[key]) for key in changed),
+            airdrop,
+        )
 
     def _mints(self, *states: Mapping[Pubkey, Account | None]) -> dict[Pubkey, Mint]:
         tokens = [token for state in states for each in state.values() if (token := views.token_account(each))]

@@ -26,6 +26,7 @@ METHOD_NOT_FOUND = -32601
 INVALID_PARAMS = -32602
 INTERNAL_ERROR = -32603
 PREFLIGHT_FAILURE = -32002
+BLOCK_NOT_AVAILABLE = -32004
 SIGNATURE_FAILURE = -32003
 UNSUPPORTED_VERSION = -32015
 MIN_CONTEXT_SLOT = -32016
@@ -148,6 +149,11 @@ _COMMITMENTS = {
 }
 
 Method = Callable[[Ledger, Params], Any]
+
+
+def with_context(slot: int, value: Any) -> dict[str, Any]:
+    """A result with the slot it is true for."""
+    return {"context": {"slot": slot}, "value": value}
 
 
 def pubkey(text: str) -> Pubkey:

@@ -1,4 +1,5 @@
-"""HTTP around the ledger: loopback only, one path, a bearer check before a body is read, and one worker thread.
+"""HTTP and WebSocket around the ledger: loopback only, one path, a bearer check before anything is read, and one
+worker thread.
 
 The ledger and its SQLite file belong to that thread, so the order of calls is the order of slots, and a write that
 waits for the disk never holds up the event loop.
@@ -14,36 +15,45 @@ import signal
 import socket
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar
 
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Route, WebSocketRoute
+from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from kvasir_console.errors import SystemResourceError
 from kvasir_console.wallet.localnet import rpc
 from kvasir_console.wallet.localnet.ledger import Ledger
 from kvasir_console.wallet.localnet.methods import METHODS
+from kvasir_console.wallet.localnet.subscriptions import Subscriptions
 
 HOST = "127.0.0.1"
 MAX_BODY_BYTES = 64 * 1024
 MAX_CONNECTIONS = 256
 _JSON = "application/json"
+_T = TypeVar("_T")
 
-Answer = Callable[[bytes], Awaitable[bytes | None]]
+OnLedger = Callable[[Callable[[Ledger], _T]], Awaitable[_T]]
+"""Runs a function with the ledger, on the ledger's thread."""
 
 
-def make_app(auth: str, answer: Answer, *, max_body_bytes: int = MAX_BODY_BYTES) -> Starlette:
-    """The HTTP application: ``POST /`` with ``Authorization: <auth>``.
+def make_app(auth: str, run: OnLedger[Any], slot_s: float, *, max_body_bytes: int = MAX_BODY_BYTES) -> Starlette:
+    """The application: ``POST /`` and a WebSocket at ``/``, both with ``Authorization: <auth>``.
 
-    Answers 401 without the right header, 413 above ``max_body_bytes``, 204 when no reply is wanted, else 200 with
-    JSON-RPC.
+    A POST answers 401 without the right header, 413 above ``max_body_bytes``, 204 when no reply is wanted, else 200
+    with JSON-RPC.
     """
 
+    def known(connection: Request | WebSocket) -> bool:
+        return hmac.compare_digest(connection.headers.get("authorization", "").encode(), auth.encode())
+
     async def handle(request: Request) -> Response:
-        if not hmac.compare_digest(request.headers.get("authorization", "").encode(), auth.encode()):
+        if not known(request):
             return _refusal(401, "this RPC needs its Authorization header", {"WWW-Authenticate": "Bearer"})
         body = bytearray()
         try:
@@ -53,10 +63,51 @@ def make_app(auth: str, answer: Answer, *, max_body_bytes: int = MAX_BODY_BYTES)
                     return _refusal(413, f"a request has at most {max_body_bytes} bytes", {"Connection": "close"})
         except ClientDisconnect:
             return Response(status_code=400)
-        reply = await answer(bytes(body))
+        reply = await run(lambda ledger: rpc.answer(ledger, METHODS, bytes(body)))
         return Response(status_code=204) if reply is None else Response(reply, media_type=_JSON)
 
-    return Starlette(routes=[Route("/", handle, methods=["POST"])])
+    async def subscribe(socket: WebSocket) -> None:
+        if not known(socket):
+            await socket.send_denial_response(_refusal(401, "this RPC needs its Authorization header", {}))
+            return
+        await socket.accept()
+        with contextlib.suppress(WebSocketDisconnect):
+            await _serve_subscriptions(socket, run, slot_s)
+
+    return Starlette(routes=[Route("/", handle, methods=["POST"]), WebSocketRoute("/", subscribe)])
+
+
+async def _serve_subscriptions(socket: WebSocket, run: OnLedger[Any], slot_s: float) -> None:
+    """Answer the client and, while it waits for something, look every slot whether that has come."""
+    subscriptions = Subscriptions()
+    incoming: asyncio.Task[bytes] | None = None
+    try:
+        while True:
+            incoming = incoming or asyncio.create_task(_receive(socket))
+            done, _ = await asyncio.wait({incoming}, timeout=slot_s if subscriptions.waiting else None)
+            if done:
+                message, incoming = incoming.result(), None
+                reply = await run(partial(_answer, subscriptions, message))
+                if reply is not None:
+                    await socket.send_text(reply.decode())
+            for notification in await run(subscriptions.due) if subscriptions.waiting else ():
+                await socket.send_text(notification.decode())
+    finally:
+        if incoming is not None:
+            incoming.cancel()
+
+
+def _answer(subscriptions: Subscriptions, message: bytes, ledger: Ledger) -> bytes | None:
+    return subscriptions.answer(ledger, message)
+
+
+async def _receive(socket: WebSocket) -> bytes:
+    """The next message, text or binary alike. Raises ``WebSocketDisconnect``."""
+    message = await socket.receive()
+    if message["type"] == "websocket.disconnect":
+        raise WebSocketDisconnect(message.get("code", 1005))
+    text = message.get("text")
+    return text.encode() if text is not None else bytes(message["bytes"])
 
 
 def _refusal(status: int, message: str, headers: dict[str, str]) -> Response:
@@ -81,11 +132,13 @@ async def serve(
     with _listen(port) as listener, ThreadPoolExecutor(1, "ledger") as worker:
         ledger = await loop.run_in_executor(worker, lambda: Ledger.open(directory, slot_ms=slot_ms))
         try:
-            app = make_app(auth, lambda body: loop.run_in_executor(worker, rpc.answer, ledger, METHODS, body))
+            app = make_app(auth, lambda do: loop.run_in_executor(worker, do, ledger), ledger.slot_ms / 1000)
             config = uvicorn.Config(
                 app,
                 http="h11",
-                ws="none",
+                ws="websockets-sansio",
+                ws_max_size=MAX_BODY_BYTES,
+                ws_max_queue=8,
                 lifespan="off",
                 log_config=None,
                 access_log=False,

@@ -16,7 +16,9 @@ from typing import Any
 
 from kvasir_console.errors import LedgerError, SystemResourceError
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+PAST_SLOTS = 64
+"""How far back an account can be read: twice the age of a finalized slot."""
 _SCHEMA = """
 CREATE TABLE kv (key TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID;
 CREATE TABLE account (address BLOB PRIMARY KEY, executable INTEGER NOT NULL, raw BLOB NOT NULL) WITHOUT ROWID;
@@ -35,8 +37,18 @@ CREATE TABLE address (address BLOB NOT NULL, seq INTEGER NOT NULL, PRIMARY KEY (
 CREATE TABLE airdrop (seq INTEGER PRIMARY KEY, recipient BLOB NOT NULL, lamports INTEGER NOT NULL);
 CREATE INDEX airdrop_recipient ON airdrop (recipient);
 """
+_SECOND_SCHEMA = """
+CREATE TABLE past (address BLOB NOT NULL, slot INTEGER NOT NULL, raw BLOB, PRIMARY KEY (address, slot)) WITHOUT ROWID;
+CREATE INDEX past_slot ON past (slot);
+CREATE INDEX tx_slot ON tx (slot);
+"""
+_UPGRADES = (_SCHEMA, _SECOND_SCHEMA)
+"""What each version of the file adds to the one before."""
 _SELECT_BY_SIGNATURE = """
 SELECT signature, message_hash, slot, block_time, raw, err, meta, memo FROM tx WHERE signature = ?
+"""
+_SELECT_BY_SLOT = """
+SELECT signature, message_hash, slot, block_time, raw, err, meta, memo FROM tx WHERE slot = ? ORDER BY seq
 """
 _SELECT_BY_ADDRESS = """
 SELECT signature, message_hash, slot, block_time, raw, err, meta, memo FROM address JOIN tx USING (seq)
@@ -125,9 +137,13 @@ class Store:
         landed: LandedTransaction,
         addresses: tuple[bytes, ...],
         writes: tuple[AccountWrite, ...],
+        past: tuple[AccountWrite, ...] = (),
         airdrop: Airdrop | None = None,
     ) -> None:
         """Record one transaction and all it changed, in one SQLite transaction.
+
+        Args:
+            past: the accounts in ``writes`` as they were before it.
 
         Raises:
             sqlite3.IntegrityError: this signature or message landed before; nothing was written.
@@ -150,8 +166,32 @@ class Store:
             seq = cursor.lastrowid
             self._db.executemany("INSERT INTO address VALUES (?, ?)", [(each, seq) for each in set(addresses)])
             self._write_accounts(writes)
+            # The first change in a slot counts: what is kept is the account as the slot before left it.
+            self._db.executemany(
+                "INSERT OR IGNORE INTO past VALUES (?, ?, ?)", [(each.address, landed.slot, each.raw) for each in past]
+            )
+            self._db.execute("DELETE FROM past WHERE slot < ?", (landed.slot - PAST_SLOTS,))
             if airdrop is not None:
                 self._db.execute("INSERT INTO airdrop VALUES (?, ?, ?)", (seq, airdrop.recipient, airdrop.lamports))
+
+    def account_after(self, address: bytes, slot: int) -> tuple[bool, bytes | None]:
+        """Whether ``address`` changed after ``slot`` (at most ``PAST_SLOTS`` ago) and, if so, what it was then."""
+        query = "SELECT raw FROM past WHERE address = ? AND slot > ? ORDER BY slot LIMIT 1"
+        row = self._db.execute(query, (address, slot)).fetchone()
+        return row is not None, None if row is None or row[0] is None else bytes(row[0])
+
+    def accounts_after(self, slot: int) -> dict[bytes, bytes | None]:
+        """Every account that changed after ``slot``, as ``account_after``."""
+        rows = self._db.execute("SELECT address, raw FROM past WHERE slot > ? ORDER BY slot DESC", (slot,))
+        return {bytes(address): None if raw is None else bytes(raw) for address, raw in rows}
+
+    def in_slot(self, slot: int) -> list[LandedTransaction]:
+        """The transactions of one slot, in order."""
+        return [_landed(row) for row in self._db.execute(_SELECT_BY_SLOT, (slot,))]
+
+    def count(self, up_to_slot: int) -> int:
+        """Transactions that landed up to a slot."""
+        return int(self._db.execute("SELECT COUNT(*) FROM tx WHERE slot <= ?", (up_to_slot,)).fetchone()[0])
 
     def landed(self, signature: bytes) -> LandedTransaction | None:
         row = self._db.execute(_SELECT_BY_SIGNATURE, (signature,)).fetchone()
@@ -240,10 +280,11 @@ def _landed(row: tuple[Any, ...]) -> LandedTransaction:
 
 
 def _prepare(db: sqlite3.Connection, file: Path) -> None:
-    """Create the tables of a new file, or check those of an old one."""
+    """Create the tables of a new file, or bring those of an older one up to date."""
     version = int(db.execute("PRAGMA user_version").fetchone()[0])
-    if version == 0:
-        db.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
+    if 0 <= version < SCHEMA_VERSION:
+        steps = "".join(_UPGRADES[version:])
+        db.executescript(f"BEGIN IMMEDIATE; {steps} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
     elif version != SCHEMA_VERSION:
         raise LedgerError(
             "ledger_version",

@@ -17,17 +17,16 @@ from solders.pubkey import Pubkey
 from solders.token.state import Mint, TokenAccount, TokenAccountState
 from solders.transaction import VersionedTransaction
 from solders.transaction_metadata import FailedTransactionMetadata, TransactionMetadata
-from spl.memo.constants import MEMO_PROGRAM_ID
 from spl.token.constants import TOKEN_2022_PROGRAM_ID, TOKEN_PROGRAM_ID
 
 from kvasir_console.wallet.localnet import base58
+from kvasir_console.wallet.localnet.amounts import token_amount
+from kvasir_console.wallet.localnet.instructions import MEMO_PROGRAMS, Compiled, instruction_json
 
 TOKEN_PROGRAMS = {TOKEN_PROGRAM_ID: "spl-token", TOKEN_2022_PROGRAM_ID: "spl-token-2022"}
 TOKEN_ACCOUNT_BYTES = 165
 MINT_BYTES = 82
 _BASE58_ACCOUNT_BYTES = 128
-_MEMO_V1_PROGRAM_ID = Pubkey.from_string("Memo1UhkJRfHyvLMcVucJwxXeuD728EqVDDwQDxFMNo")
-_MEMO_PROGRAMS = (MEMO_PROGRAM_ID, _MEMO_V1_PROGRAM_ID)
 
 
 class UnavailableEncodingError(ValueError):
@@ -59,18 +58,6 @@ def mint(account: Account | None) -> Mint | None:
     except ValueError:
         return None
     return found if found.is_initialized else None
-
-
-def token_amount(amount: int, decimals: int) -> dict[str, Any]:
-    """``uiTokenAmount``: exact as text; the float is Solana's, for display only."""
-    text = str(amount).rjust(decimals + 1, "0")
-    exact = f"{text[:-decimals]}.{text[-decimals:]}".rstrip("0").rstrip(".") if decimals else text
-    return {
-        "amount": str(amount),
-        "decimals": decimals,
-        "uiAmount": amount / 10**decimals,
-        "uiAmountString": exact,
-    }
 
 
 # -- accounts ----------------------------------------------------------------------------------------------------
@@ -248,14 +235,14 @@ def memo_of(tx: VersionedTransaction) -> str | None:
     memos = [
         f"[{len(data)}] {data.decode(errors='replace')}"
         for instruction in tx.message.instructions
-        if keys[instruction.program_id_index] in _MEMO_PROGRAMS
+        if keys[instruction.program_id_index] in MEMO_PROGRAMS
         for data in (bytes(instruction.data),)
     ]
     return "; ".join(memos) if memos else None
 
 
 def transaction_json(tx: VersionedTransaction, encoding: str) -> Any:
-    """``json``, ``jsonParsed`` (instructions partially decoded), ``base64`` or ``base58``.
+    """``json``, ``jsonParsed``, ``base64`` or ``base58``.
 
     Raises:
         UnavailableEncodingError: another encoding.
@@ -292,7 +279,18 @@ def transaction_json(tx: VersionedTransaction, encoding: str) -> Any:
                 }
                 for index, key in enumerate(message.account_keys)
             ],
-            "instructions": [_decoded_instruction(message.account_keys, each) for each in message.instructions],
+            "instructions": [
+                instruction_json(
+                    _compiled(
+                        message.account_keys,
+                        each.program_id_index,
+                        bytes(each.accounts),
+                        bytes(each.data),
+                        stack_height=1,
+                    )
+                )
+                for each in message.instructions
+            ],
         }
     return {"signatures": [str(each) for each in tx.signatures], "message": body}
 
@@ -314,20 +312,31 @@ def _instruction(instruction: CompiledInstruction, stack_height: int) -> dict[st
     }
 
 
-def _decoded_instruction(keys: Sequence[Pubkey], instruction: CompiledInstruction) -> dict[str, Any]:
-    """Memos as text; every other program in the "partially decoded" form, which names accounts but no fields."""
-    program = keys[instruction.program_id_index]
-    data = bytes(instruction.data)
-    if program in _MEMO_PROGRAMS:
-        return {
-            "program": "spl-memo",
-            "programId": str(program),
-            "parsed": data.decode(errors="replace"),
-            "stackHeight": 1,
+def parsed_meta(tx: VersionedTransaction, meta: Mapping[str, Any]) -> dict[str, Any]:
+    """A stored ``meta`` with its inner instructions in the ``jsonParsed`` form."""
+    keys = tx.message.account_keys
+    inner = [
+        {
+            "index": group["index"],
+            "instructions": [
+                instruction_json(
+                    _compiled(
+                        keys,
+                        each["programIdIndex"],
+                        each["accounts"],
+                        base58.decode(each["data"], base58.MAX_STORED_CHARACTERS),
+                        each["stackHeight"],
+                    )
+                )
+                for each in group["instructions"]
+            ],
         }
-    return {
-        "programId": str(program),
-        "accounts": [str(keys[index]) for index in bytes(instruction.accounts)],
-        "data": base58.encode(data),
-        "stackHeight": 1,
-    }
+        for group in meta["innerInstructions"]
+    ]
+    return {**meta, "innerInstructions": inner}
+
+
+def _compiled(
+    keys: Sequence[Pubkey], program: int, accounts: Sequence[int], data: bytes, stack_height: int
+) -> Compiled:
+    return Compiled(keys[program], tuple(str(keys[index]) for index in accounts), data, stack_height)

@@ -16,8 +16,18 @@ from solders.pubkey import Pubkey
 
 from kvasir_console.errors import NetworkError, WalletError
 from kvasir_console.node.credentials import EXPIRY_SKEW_S, Credentials
-from kvasir_console.node.market import Market
-from kvasir_console.relay.wire.signed import bridge_challenge_text, check_node_token, mint_node_token
+from kvasir_console.node.market import GatewayInfo, Market
+from kvasir_console.node.session_key import new_session_key
+from kvasir_console.relay.wire.signed import (
+    ActionKind,
+    action_text,
+    bridge_challenge_text,
+    check_node_token,
+    mint_node_token,
+    parse_action,
+    rfc3339,
+)
+from kvasir_console.wallet.delegation import MAX_LIFETIME_S, Delegation
 from kvasir_console.wallet.keys import verify
 
 KEY = SigningKey(bytes(range(32)))
@@ -34,15 +44,29 @@ class Gate:
         self.lifetime_s = lifetime_s
         self.minted: list[str] = []
         self.nonces: list[str] = []
+        self.delegated: dict[str, int] = {}
+        self.signers: list[str] = []
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/api/action/challenge":
+            now = int(time.time())
+            times = {"issued_at": rfc3339(now), "expires_at": rfc3339(now + 300)}
+            return httpx.Response(200, json={"nonce": "challenge-nonce-0123456789", **times})
+        if request.url.path == "/api/auth/delegate":
+            body = json.loads(request.content)
+            action = parse_action(body["message"])
+            assert verify(body["wallet"], body["message"].encode(), base64.b64decode(body["signature"]))
+            self.delegated[action.details["key"]] = action.details["until"]
+            return httpx.Response(200, json={"key": action.details["key"], "until": action.details["until"]})
         if request.url.path == "/api/auth/challenge":
             nonce = f"{len(self.nonces):032x}"
             self.nonces.append(nonce)
             return httpx.Response(200, json={"nonce": nonce, "message": bridge_challenge_text(WALLET, nonce)})
         body = json.loads(request.content)
         text = bridge_challenge_text(body["wallet"], body["nonce"]).encode()
-        if not verify(body["wallet"], text, base64.b64decode(body["signature"])):
+        signer = body.get("key", body["wallet"])
+        self.signers.append(signer)
+        if signer not in (WALLET, *self.delegated) or not verify(signer, text, base64.b64decode(body["signature"])):
             return httpx.Response(401, json={"error": "bad signature"})
         token = mint_node_token(SECRET, body["wallet"], int(time.time()) + self.lifetime_s + len(self.minted))
         self.minted.append(token)
@@ -63,6 +87,13 @@ class Prover:
         if self.locked:
             raise WalletError("wallet_locked", "The wallet is locked.")
         return KEY.sign(message.encode()).signature
+
+    async def sign_delegation(self, key: str, until_s: int, challenge: dict) -> tuple[str, bytes]:
+        if self.locked:
+            raise WalletError("wallet_locked", "The wallet is locked.")
+        details, times = Delegation(key, until_s).details(), (challenge["issued_at"], challenge["expires_at"])
+        text = action_text("127.0.0.1:8791", ActionKind.DELEGATE, WALLET, details, challenge["nonce"], *times)
+        return text, KEY.sign(text.encode()).signature
 
 
 @pytest.fixture
@@ -192,3 +223,123 @@ async def test_a_refusal_of_the_gateway_is_passed_on(file):
     with pytest.raises(NetworkError) as caught:
         await Credentials(market, Prover(), WALLET, file).get()
     assert caught.value.code == "rate_limited"
+
+
+# A session key in the wallet's place
+
+
+def info(*, delegation: bool = True) -> GatewayInfo:
+    return GatewayInfo("", (), True, True, True, delegation, "", None)
+
+
+async def delegated(file: Path, gate: Gate) -> Credentials:
+    credentials = Credentials(gate.market(), Prover(), WALLET, file)
+    credentials.learn(info())
+    assert await credentials.delegate()
+    return credentials
+
+
+async def test_a_locked_wallet_goes_on_taking_part_by_its_session_key(file):
+    gate = Gate()
+    await delegated(file, gate)
+    kept = file.with_name("session-key.json")
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o600
+    locked = Prover(locked=True)
+    restarted = Credentials(gate.market(), locked, WALLET, file)
+    restarted.learn(info())
+    token = await restarted.get()
+    assert check_node_token(SECRET, token, time.time()) == WALLET
+    assert gate.signers == list(gate.delegated) != [WALLET]
+    assert locked.hosts == []
+
+
+async def test_a_delegation_lasts_thirty_days_and_is_renewed_after_half_of_them(file, monkeypatch):
+    gate = Gate()
+    credentials = await delegated(file, gate)
+    (until,) = gate.delegated.values()
+    assert until == pytest.approx(time.time() + MAX_LIFETIME_S, abs=30)
+    assert not await credentials.delegate()
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + MAX_LIFETIME_S / 2 - 60)
+    assert not await credentials.delegate()
+    monkeypatch.setattr(time, "time", lambda: now + MAX_LIFETIME_S / 2 + 60)
+    assert await credentials.delegate()
+    assert len(gate.delegated) == 2
+
+
+async def test_a_gateway_without_the_extension_is_never_asked(file):
+    gate = Gate()
+    credentials = Credentials(gate.market(), Prover(), WALLET, file)
+    assert not await credentials.delegate()
+    credentials.learn(info(delegation=False))
+    assert not await credentials.delegate()
+    await credentials.get()
+    assert gate.signers == [WALLET]
+    assert not file.with_name("session-key.json").exists()
+
+
+async def test_a_refused_session_key_is_given_up_for_the_wallet(file):
+    gate = Gate()
+    await delegated(file, gate)
+    gate.delegated.clear()  # the gateway forgot it
+    credentials = Credentials(gate.market(), Prover(), WALLET, file)
+    credentials.learn(info())
+    await credentials.get()
+    assert gate.signers[-1] == WALLET
+    assert not file.with_name("session-key.json").exists()
+
+
+async def test_an_ended_session_key_is_not_used(file, monkeypatch):
+    gate = Gate()
+    credentials = await delegated(file, gate)
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + MAX_LIFETIME_S + 1)
+    await credentials.get()
+    assert gate.signers == [WALLET]
+
+
+async def test_a_session_key_of_another_wallet_or_gateway_is_not_used(file):
+    gate = Gate()
+    await delegated(file, gate)
+    for market, wallet in ((gate.market("http://127.0.0.1:9999"), WALLET), (gate.market(), OTHER)):
+        assert Credentials(market, Prover(), wallet, file)._session is None
+
+
+async def test_a_session_key_signs_the_bridges_challenge_only(file):
+    gate = Gate()
+    await delegated(file, gate)
+
+    def hostile(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/api/auth/challenge":
+            return httpx.Response(200, json={"nonce": "0" * 32, "message": "give me everything"})
+        raise AssertionError(request.url)
+
+    credentials = Credentials(Market(GATEWAY, transport=httpx.MockTransport(hostile)), Prover(), WALLET, file)
+    credentials.learn(info())
+    with pytest.raises(WalletError) as caught:
+        await credentials.get()
+    assert caught.value.code == "challenge_refused"
+    assert file.with_name("session-key.json").exists()
+
+
+async def test_a_locked_wallet_delegates_nothing(file):
+    credentials = Credentials(Gate().market(), Prover(locked=True), WALLET, file)
+    credentials.learn(info())
+    with pytest.raises(WalletError):
+        await credentials.delegate()
+    assert not file.with_name("session-key.json").exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"[]", b"[" * 4000, b"{", b"x" * 9000, b'{"seed": 7}'])
+async def test_a_damaged_session_key_is_made_anew(file, content):
+    gate = Gate()
+    await delegated(file, gate)
+    file.with_name("session-key.json").write_bytes(content)
+    credentials = await delegated(file, gate)
+    await credentials.get()
+    assert gate.signers[-1] == list(gate.delegated)[-1]
+
+
+def test_a_session_keys_seed_does_not_show():
+    key = new_session_key(GATEWAY, WALLET, time.time())
+    assert repr(key.seed) not in repr(key)

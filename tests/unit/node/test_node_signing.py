@@ -23,8 +23,10 @@ from kvasir_console.relay.wire.signed import (
     rfc3339,
 )
 from kvasir_console.wallet import commands
+from kvasir_console.wallet.intents import GatewaySignIn, TransferIntent
 from kvasir_console.wallet.keys import verify
 
+SESSION = "BLeUXTx9thHGT7VJUtF9vHEmfMDgW1nnKZ9UVer2CoLX"
 HOST, PASSPHRASE, NONCE = "gate.example.net", "correct horse battery", "0123456789abcdef" * 2
 
 
@@ -104,6 +106,39 @@ async def test_a_claim_names_this_gateway_whatever_the_challenge_says(signer, ad
     action = parse_action(text)
     action.check(domain=HOST, kind="claim", wallet=address, nonce=asked["nonce"], now=datetime.now(UTC))
     assert action.details == {}
+
+
+async def test_a_session_key_is_given_participation_at_this_gateway(signer, address):
+    await signer.unlock(PASSPHRASE)
+    asked, until = challenge(), int(datetime.now(UTC).timestamp()) + 86_400
+    text, signature = await signer.sign_delegation(SESSION, until, asked)
+    assert verify(address, text.encode(), signature)
+    action = parse_action(text)
+    action.check(domain=HOST, kind="delegate", wallet=address, nonce=asked["nonce"], now=datetime.now(UTC))
+    assert action.details == {"key": SESSION, "scope": ["participation", "statements"], "until": until}
+    assert await refusal(signer.sign_delegation(SESSION, until + 40 * 86_400, challenge())) == "delegation_malformed"
+    assert await refusal(signer.sign_action(ActionKind.DELEGATE, {}, challenge())) == "action_unknown"
+
+
+async def test_a_nodes_signer_signs_no_money_and_no_sign_in(signer, address):
+    await signer.unlock(PASSPHRASE)
+    text = gateway_sign_in_text(address, NONCE)
+    assert await refusal(signer._client.sign(GatewaySignIn(HOST, text, address, NONCE))) == "intent_not_allowed"
+    transfer = TransferIntent("", "SOL", SESSION, 1, "", SESSION)
+    assert await refusal(signer._client.sign(transfer)) == "intent_not_allowed"
+
+
+async def test_a_signer_that_locks_itself_is_noticed(paths, address):
+    signer = WalletSigner(paths, HOST, idle_lock_s=0.01)
+    await signer.start(paths.state / "signer.log")
+    try:
+        await signer.unlock(PASSPHRASE)
+        async with asyncio.timeout(20):
+            while not signer.locked:
+                await signer.refresh()
+                await asyncio.sleep(0.02)
+    finally:
+        await signer.stop()
 
 
 async def test_a_claim_without_a_sound_challenge_is_not_signed(signer):

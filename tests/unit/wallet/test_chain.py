@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +15,10 @@ from kvasir_console.wallet import token
 from kvasir_console.wallet.chain import Chain, Outcome, OutcomeState, PreparedTransfer, check_rpc_url
 from kvasir_console.wallet.chain_errors import PreflightError
 
-from ledger_process import LedgerProcess
+from ledger_process import HANG_UP, LedgerProcess, RpcProxy
 
 SOL = 10**9
 POLL_S = 0.02
-
-Rewrite = Callable[[str, Any], Any]
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +47,10 @@ async def chain(process: LedgerProcess) -> AsyncIterator[Chain]:
 
 
 async def funded(chain: Chain) -> Keypair:
-    keypair = Keypair()
-    await chain.airdrop(str(keypair.pubkey()), 10 * SOL)
+    keypair, recent = Keypair(), await chain.latest_blockhash()
+    signature = await chain.airdrop(str(keypair.pubkey()), 10 * SOL)
+    outcome = await chain.await_outcome(signature, recent.last_valid_block_height)
+    assert outcome.state is OutcomeState.CONFIRMED
     return keypair
 
 
@@ -64,50 +62,6 @@ async def prepare_sol(chain: Chain, payer: Keypair, recipient: str, lamports: in
 
 def new_address() -> str:
     return str(Keypair().pubkey())
-
-
-class Proxy:
-    """Passes requests on; ``rewrite(method, reply)`` gives the reply to send, or ``None`` to hang up instead."""
-
-    def __init__(self, target: str, rewrite: Rewrite) -> None:
-        self.target, self.rewrite = target, rewrite
-        self.calls: list[str] = []
-        self.url = ""
-
-    async def __aenter__(self) -> Proxy:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._server.close()
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            head, body = await self._message(reader)
-            method = json.loads(body)["method"]
-            self.calls.append(method)
-            host, port = self.target.removeprefix("http://").split(":")
-            there, back = await asyncio.open_connection(host, int(port))
-            back.write(head + body)
-            status, reply = await self._message(there)
-            back.close()
-            assert status.startswith(b"HTTP/1.1 200")
-            answer = self.rewrite(method, json.loads(reply))
-            if answer is not None:
-                content = json.dumps(answer).encode()
-                writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(content))
-                writer.write(content)
-                await writer.drain()
-        finally:
-            writer.close()
-
-    @staticmethod
-    async def _message(reader: asyncio.StreamReader) -> tuple[bytes, bytes]:
-        head = await reader.readuntil(b"\r\n\r\n")
-        fields = (line.split(b":", 1) for line in head.lower().split(b"\r\n") if b":" in line)
-        length = next(int(value) for name, value in fields if name == b"content-length")
-        return head, await reader.readexactly(length)
 
 
 # -- reading -----------------------------------------------------------------------------------------------------
@@ -194,7 +148,7 @@ async def test_an_rpc_that_is_not_there_is_a_network_error() -> None:
 
 async def test_an_answer_that_is_no_solana_answer_is_a_network_error(process: LedgerProcess) -> None:
     async with (
-        Proxy(process.url, lambda _method, _reply: {"hello": "world"}) as proxy,
+        RpcProxy(process.url, lambda _method, _reply: {"hello": "world"}) as proxy,
         connect(process, proxy.url) as chain,
     ):
         with pytest.raises(NetworkError) as error:
@@ -237,9 +191,9 @@ async def test_a_reply_that_is_lost_is_looked_up_by_signature(process: LedgerPro
     """The RPC executes every submission and hangs up instead of answering."""
 
     def lose_replies(method: str, reply: Any) -> Any:
-        return None if method == "sendTransaction" else reply
+        return HANG_UP if method == "sendTransaction" else reply
 
-    async with Proxy(process.url, lose_replies) as proxy, connect(process, proxy.url) as chain:
+    async with RpcProxy(process.url, lose_replies) as proxy, connect(process, proxy.url) as chain:
         payer, recipient = await funded(chain), new_address()
         prepared = await prepare_sol(chain, payer, recipient, SOL)
         with pytest.raises(NetworkError):
@@ -257,10 +211,10 @@ async def test_questions_that_fail_are_asked_again(process: LedgerProcess) -> No
     def flaky(method: str, reply: Any) -> Any:
         if failures.get(method, 0) > 0:
             failures[method] -= 1
-            return None
+            return HANG_UP
         return reply
 
-    async with Proxy(process.url, flaky) as proxy, connect(process, proxy.url) as chain:
+    async with RpcProxy(process.url, flaky) as proxy, connect(process, proxy.url) as chain:
         payer, recipient = await funded(chain), new_address()
         outcome = await chain.transact(await prepare_sol(chain, payer, recipient, SOL))
         assert outcome.state is OutcomeState.CONFIRMED
@@ -335,7 +289,7 @@ async def test_a_node_that_lags_behind_cannot_declare_a_payment_dead(process: Le
             return {**reply, "result": {"context": {"slot": 5}, "value": [None]}}
         return reply
 
-    async with Proxy(process.url, behind) as proxy, connect(process, proxy.url) as chain:
+    async with RpcProxy(process.url, behind) as proxy, connect(process, proxy.url) as chain:
         payer, recipient = await funded(chain), new_address()
         outcome = await chain.transact(await prepare_sol(chain, payer, recipient, SOL))
         assert lagging == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+import struct
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -17,7 +18,9 @@ from solders.keypair import Keypair
 from solders.message import Message, MessageV0, to_bytes_versioned
 from solders.pubkey import Pubkey
 from solders.signature import Signature
+from solders.system_program import ID as SYSTEM_PROGRAM_ID
 from solders.system_program import TransferParams, transfer
+from solders.sysvar import CLOCK
 from solders.transaction import VersionedTransaction
 
 from kvasir_console.errors import ExitCode, LedgerError, SystemResourceError
@@ -289,6 +292,86 @@ def test_history_lists_newest_first_between_two_signatures(ledger: Ledger, rich:
     assert ledger.history(recipient, commitment=Commitment.FINALIZED, limit=10) == []
     clock.slots(31)
     assert len(ledger.history(recipient, commitment=Commitment.FINALIZED, limit=10)) == 5
+
+
+def test_an_account_is_read_as_it_was_at_the_commitment_asked_for(tmp_path: Path, clock: Clock) -> None:
+    payer, recipient = Keypair(), Keypair().pubkey()
+    ledger = Ledger.open(tmp_path / "l", now_s=clock)
+    ledger.airdrop(payer.pubkey(), 10 * SOL)
+    clock.slots(40)
+
+    def seen() -> list[int]:
+        return [0 if (found := ledger.account(recipient, each)) is None else found.lamports for each in Commitment]
+
+    assert seen() == [0, 0, 0]
+    pay(ledger, payer, recipient, SOL)
+    pay(ledger, payer, recipient, 2 * SOL)  # in the same slot
+    assert seen() == [3 * SOL, 0, 0]
+    clock.slots(1)
+    assert seen() == [3 * SOL, 3 * SOL, 0]
+    pay(ledger, payer, recipient, 4 * SOL)
+    assert seen() == [7 * SOL, 3 * SOL, 0]
+    last = ledger.slot()
+    ledger._store.close()  # as a killed process leaves it
+    with closing(Ledger.open(tmp_path / "l", now_s=clock)) as ledger:
+        clock.slots(last + 31 - ledger.slot())
+        assert seen()[1:] == [7 * SOL, 3 * SOL]
+        clock.slots(32)
+        assert seen() == [7 * SOL] * 3
+        assert dict(ledger.program_accounts(SYSTEM_PROGRAM_ID))[recipient].lamports == 7 * SOL
+
+
+def test_an_account_that_was_emptied_is_still_there_at_the_older_commitment(
+    ledger: Ledger, rich: Keypair, clock: Clock
+) -> None:
+    clock.slots(40)
+    pay(ledger, rich, Keypair().pubkey(), 10 * SOL - FEE)
+    by_owner = {each: dict(ledger.program_accounts(SYSTEM_PROGRAM_ID, each)) for each in Commitment}
+    assert ledger.account(rich.pubkey()) is None
+    assert rich.pubkey() not in by_owner[Commitment.PROCESSED]
+    for commitment in (Commitment.CONFIRMED, Commitment.FINALIZED):
+        assert by_owner[commitment][rich.pubkey()].lamports == 10 * SOL
+        assert ledger.account(rich.pubkey(), commitment) == by_owner[commitment][rich.pubkey()]
+
+
+def test_the_clock_of_the_chain_goes_with_the_slots(ledger: Ledger, clock: Clock) -> None:
+    clock.slots(1000)
+    for commitment in Commitment:
+        account = ledger.account(CLOCK, commitment)
+        assert account is not None
+        slot, unix_timestamp = struct.unpack("<Q24xq", account.data)
+        assert slot == ledger.slot() - commitment
+        assert abs(unix_timestamp - clock.now_s) < 1
+
+
+def test_a_block_names_its_transactions_and_its_parent(ledger: Ledger, rich: Keypair, clock: Clock) -> None:
+    clock.slots(10)
+    slot = ledger.slot()
+    signatures = [bytes(pay(ledger, rich, Keypair().pubkey(), SOL).signatures[0]) for _ in range(2)]
+    clock.slots(5)
+    block, next_one = ledger.block(slot), ledger.block(slot + 1)
+    assert [each.signature for each in block.landed] == signatures
+    assert next_one.landed == ()
+    assert next_one.previous == block.blockhash
+    assert 0 <= next_one.time - block.time <= 1
+    assert [ledger.transaction_count(each) for each in Commitment] == [3, 3, 1 if slot > 32 else 0]
+
+
+def test_a_file_of_the_first_version_is_brought_up_to_date(tmp_path: Path, clock: Clock) -> None:
+    payer, recipient = Keypair(), Keypair().pubkey()
+    with closing(Ledger.open(tmp_path / "l", now_s=clock)) as ledger:
+        ledger.airdrop(payer.pubkey(), 10 * SOL)
+        genesis = ledger.genesis_hash
+    _execute(tmp_path / "l" / LEDGER_FILE, "DROP TABLE past")
+    _execute(tmp_path / "l" / LEDGER_FILE, "DROP INDEX tx_slot")
+    _execute(tmp_path / "l" / LEDGER_FILE, "PRAGMA user_version = 1")
+    for _ in range(2):
+        with closing(Ledger.open(tmp_path / "l", now_s=clock)) as ledger:
+            assert ledger.genesis_hash == genesis
+            clock.slots(1)
+            pay(ledger, payer, recipient, SOL)
+    with closing(Ledger.open(tmp_path / "l", now_s=clock)) as ledger:
+        assert balance(ledger, recipient) == 2 * SOL
 
 
 def test_slots_never_go_back_with_the_wall_clock_nor_over_a_restart(tmp_path: Path, clock: Clock) -> None:

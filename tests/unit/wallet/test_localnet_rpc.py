@@ -20,12 +20,15 @@ from solana.exceptions import SolanaRpcException
 from solana.rpc.async_api import AsyncClient
 from solana.rpc.commitment import Confirmed, Finalized, Processed
 from solana.rpc.core import RPCException
+from solana.rpc.jsonrpc import JsonRpcRequest
 from solana.rpc.models import DataSliceOpts, TokenAccountOpts, TxOpts
+from solders.compute_budget import set_compute_unit_limit, set_compute_unit_price
 from solders.hash import Hash
 from solders.keypair import Keypair
 from solders.message import MessageV0, to_bytes_versioned
 from solders.pubkey import Pubkey
 from solders.rpc.errors import (
+    BlockNotAvailableMessage,
     InvalidParamsMessage,
     MethodNotFoundMessage,
     MinContextSlotNotReachedMessage,
@@ -60,8 +63,8 @@ def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LedgerProcess]
     assert ledger.stop() == 0
 
 
-def connect(process: LedgerProcess) -> AsyncClient:
-    return AsyncClient(process.url, commitment=Processed, extra_headers={"Authorization": process.auth})
+def connect(process: LedgerProcess, commitment: Any = Processed) -> AsyncClient:
+    return AsyncClient(process.url, commitment=commitment, extra_headers={"Authorization": process.auth})
 
 
 @pytest.fixture
@@ -285,6 +288,127 @@ async def test_tokens_as_the_solana_client_sees_them(client: AsyncClient) -> Non
     assert line.memo == f"[{len('grüße'.encode())}] grüße"
 
 
+async def test_balances_follow_the_commitment(tmp_path: Path) -> None:
+    process = LedgerProcess(tmp_path, slot_ms=200).start()
+    try:
+        async with connect(process) as client:
+            owner = Keypair()
+            airdrop = (await client.request_airdrop(owner.pubkey(), 10 * SOL)).value
+            assert (await client.get_balance(owner.pubkey(), Processed)).value == 10 * SOL
+            assert (await client.get_balance(owner.pubkey(), Finalized)).value == 0
+            assert (await client.get_account_info(owner.pubkey(), Finalized)).value is None
+            (listed,) = (await client.get_multiple_accounts([owner.pubkey()], Finalized)).value
+            assert listed is None
+            await reach(client, airdrop, TransactionConfirmationStatus.Finalized)
+            assert (await client.get_balance(owner.pubkey(), Finalized)).value == 10 * SOL
+            (line,) = (await client.get_signatures_for_address(owner.pubkey(), commitment=Finalized)).value
+            assert line.confirmation_status == TransactionConfirmationStatus.Finalized
+    finally:
+        process.stop()
+
+
+async def test_blocks_as_the_solana_client_sees_them(client: AsyncClient, process: LedgerProcess) -> None:
+    payer, recipient = await funded(client), Keypair().pubkey()
+    tx = await payment(client, payer, recipient, SOL)
+    signature = (await client.send_transaction(tx)).value
+    slot = (await reach(client, signature, TransactionConfirmationStatus.Finalized)).slot
+    async with connect(process, Confirmed) as reader:  # no block is given below that
+        for encoding in ("json", "jsonParsed", "base64"):
+            block = (await reader.get_block(slot, encoding=encoding, max_supported_transaction_version=0)).value
+            assert (block.parent_slot, block.block_height) == (slot - 1, slot)
+        found = [each for each in block.transactions if each.transaction.signatures == [signature]]
+        assert [each.meta.fee for each in found] == [5000]
+        assert block.block_time == (await reader.get_block_time(slot)).value
+        before = (await reader.get_block(slot - 1, max_supported_transaction_version=0)).value
+        assert before.blockhash == block.previous_blockhash
+        assert abs(block.block_time - before.block_time) <= 1
+        for question in (reader.get_block(10**9), reader.get_block_time(10**9)):
+            with pytest.raises(RPCException) as refused:
+                await question
+            assert isinstance(refused.value.args[0], BlockNotAvailableMessage)
+    assert (await client.get_first_available_block()).value == 0
+    assert (await client.get_transaction_count(Processed)).value >= 2
+    assert (await client.get_epoch_info(Processed)).value.transaction_count >= 2
+    assert [each.prioritization_fee for each in (await client.get_recent_prioritization_fees()).value] == [0]
+
+
+async def test_a_priority_fee_is_shown_and_paid(client: AsyncClient) -> None:
+    payer, recipient = await funded(client), Keypair().pubkey()
+    blockhash = (await client.get_latest_blockhash()).value.blockhash
+    instructions = [
+        set_compute_unit_limit(200_000),
+        set_compute_unit_price(12_345),
+        transfer(TransferParams(from_pubkey=payer.pubkey(), to_pubkey=recipient, lamports=SOL)),
+    ]
+    message = MessageV0.try_compile(payer.pubkey(), instructions, [], blockhash)
+    fee = 5000 + 2469  # ceil(200,000 units x 12,345 / 10^6)
+    assert (await client.get_fee_for_message(message)).value == fee
+    await client.send_transaction(VersionedTransaction(message, [payer]))
+    assert (await client.get_balance(payer.pubkey())).value == 9 * SOL - fee
+
+
+async def test_every_method_is_answered_to_the_unmodified_client(client: AsyncClient, process: LedgerProcess) -> None:
+    """Whatever is offered is called here by its own name in the client, with the answer read into the client's type."""
+    payer, friend, mint = await funded(client), Keypair().pubkey(), Keypair()
+    rent = (await client.get_minimum_balance_for_rent_exemption(token.MINT_BYTES)).value
+    blockhash = (await client.get_latest_blockhash()).value.blockhash
+    made = MessageV0.try_compile(
+        payer.pubkey(), [*token.create_mint(payer.pubkey(), mint.pubkey(), rent, 5)], [], blockhash
+    )
+    signature = (await client.send_transaction(VersionedTransaction(made, [payer, mint]))).value
+    slot = (await reach(client, signature, TransactionConfirmationStatus.Confirmed)).slot
+    holding = Pubkey.from_string(token.associated_token_address(str(payer.pubkey()), str(mint.pubkey())))
+    tx = await payment(client, payer, friend, SOL)
+    of_mint = TokenAccountOpts(mint=mint.pubkey())
+    reader = connect(process, Confirmed)
+    calls = {
+        "getAccountInfo": [client.get_account_info(holding), client.get_account_info_json_parsed(holding)],
+        "getBalance": [client.get_balance(friend)],
+        "getBlock": [reader.get_block(slot, max_supported_transaction_version=0)],
+        "getBlockHeight": [client.get_block_height()],
+        "getBlockTime": [client.get_block_time(slot)],
+        "getEpochInfo": [client.get_epoch_info()],
+        "getFeeForMessage": [client.get_fee_for_message(tx.message)],
+        "getFirstAvailableBlock": [client.get_first_available_block()],
+        "getGenesisHash": [client.get_genesis_hash()],
+        "getHealth": [client.is_connected()],
+        "getLatestBlockhash": [client.get_latest_blockhash()],
+        "getMinimumBalanceForRentExemption": [client.get_minimum_balance_for_rent_exemption(165)],
+        "getMultipleAccounts": [
+            client.get_multiple_accounts([friend, holding]),
+            client.get_multiple_accounts_json_parsed([mint.pubkey()]),
+        ],
+        "getRecentPrioritizationFees": [client.get_recent_prioritization_fees([friend])],
+        "getSignatureStatuses": [client.get_signature_statuses([signature], search_transaction_history=True)],
+        "getSignaturesForAddress": [client.get_signatures_for_address(holding, commitment=Confirmed)],
+        "getSlot": [client.get_slot()],
+        "getTokenAccountBalance": [client.get_token_account_balance(holding)],
+        "getTokenAccountsByOwner": [
+            client.get_token_accounts_by_owner(payer.pubkey(), of_mint),
+            client.get_token_accounts_by_owner_json_parsed(payer.pubkey(), of_mint),
+        ],
+        "getTokenSupply": [client.get_token_supply(mint.pubkey())],
+        "getTransaction": [
+            client.get_transaction(signature, encoding, Confirmed, max_supported_transaction_version=0)
+            for encoding in ("json", "jsonParsed", "base58", "base64")
+        ],
+        "getTransactionCount": [client.get_transaction_count()],
+        "getVersion": [client.get_version()],
+        "requestAirdrop": [client.request_airdrop(friend, SOL)],
+        "simulateTransaction": [client.simulate_transaction(tx, sig_verify=True)],
+        "sendTransaction": [client.send_transaction(tx)],
+    }
+    for name, requests in calls.items():
+        for request in requests:
+            answer = await request
+            assert answer is True if name == "getHealth" else answer.value is not None
+    await reader.close()
+    # The client has no method of its own for this one.
+    raw = JsonRpcRequest(id=1, method="isBlockhashValid", params=[str(blockhash), {"commitment": "processed"}])
+    assert (await client.send_rpc_request(raw, dict[str, Any]))["value"] is True
+    assert {*calls, "isBlockhashValid"} == set(METHODS)
+
+
 async def test_a_trial_run_can_replace_the_blockhash_and_show_accounts(client: AsyncClient) -> None:
     payer, recipient = await funded(client), Keypair().pubkey()
     instruction = transfer(TransferParams(from_pubkey=payer.pubkey(), to_pubkey=recipient, lamports=SOL))
@@ -350,6 +474,10 @@ BAD_PARAMS: list[tuple[str, list[Any]]] = [
     ("getSignaturesForAddress", [str(Pubkey.default()), {"limit": 1001}]),
     ("getSignaturesForAddress", [str(Pubkey.default()), {"before": "x"}]),
     ("getTransaction", ["z" * 200]),
+    ("getBlock", [1, {"transactionDetails": "accounts"}]),
+    ("getBlock", [1, {"commitment": "processed"}]),
+    ("getBlockTime", ["1"]),
+    ("getRecentPrioritizationFees", [["x"]]),
     ("isBlockhashValid", ["zz"]),
     ("requestAirdrop", [str(Pubkey.default()), -1]),
     ("requestAirdrop", [str(Pubkey.default()), 2**64]),

@@ -90,16 +90,28 @@ def test_two_sources_are_one_too_many(secret_file):
         read_passphrase(file=secret_file, fd=0)
 
 
-def test_the_systemd_credential_is_used_and_a_flag_goes_before_it(tmp_path, secret_file):
+def test_the_systemd_credential_unlocks_and_a_flag_goes_before_it_for_a_new_passphrase(tmp_path, secret_file):
     credential = tmp_path / "kvasir-passphrase"
     credential.write_text("from systemd")
     credential.chmod(0o440)
     env = {"CREDENTIALS_DIRECTORY": str(tmp_path)}
     assert read_passphrase(env=env, prompt=None) == "from systemd"
-    assert read_passphrase(env=env, file=secret_file) == "correct hörse battery"
+    assert read_passphrase(env=env, file=secret_file) == "from systemd"
+    assert read_passphrase(env=env, file=secret_file, confirm=True) == "correct hörse battery"
+    assert read_passphrase(env=env, prompt=None, confirm=True) == "from systemd"
     credential.chmod(0o444)
     with pytest.raises(WalletError):
         read_passphrase(env=env, prompt=None)
+
+
+def test_the_key_ring_comes_after_what_was_given_and_never_makes_a_new_passphrase(secret_file):
+    def cache() -> str:
+        return "from the key ring"
+
+    assert read_passphrase(env={}, cache=cache, prompt=None) == "from the key ring"
+    assert read_passphrase(env={}, cache=cache, file=secret_file) == "correct hörse battery"
+    assert read_passphrase(env={}, cache=cache, prompt=None, confirm=True) is None
+    assert read_passphrase(env={}, cache=lambda: None, prompt=None) is None
 
 
 def test_no_source_gives_nothing(tmp_path):

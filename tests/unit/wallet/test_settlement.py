@@ -210,6 +210,35 @@ def test_ring_stages_stay_within_a_millionth_of_their_share(layers, requests):
     assert all(abs(got - Fraction(total * k, sum(layers))) < 1 for got, k in zip(sums, layers, strict=True))
 
 
+@given(
+    st.lists(
+        st.tuples(
+            st.lists(st.integers(1, 30), min_size=1, max_size=5),
+            st.lists(st.integers(0, 10**6), max_size=5),
+            st.sampled_from(sorted(MULTIPLIERS)),
+            st.sampled_from([Fraction(1), settlement.GATEWAY_BONUS]),
+        ),
+        max_size=6,
+    )
+)
+def test_a_ring_that_is_cut_anew_and_changes_tiers_is_paid_the_formula(placements):
+    """Stages come and go, their shares, tiers and bonuses change: credited and carried stay the exact sum."""
+    credited, carried, exact, rows_in_all, units_in_all = 0, Fraction(0), Fraction(0), 0, 0
+    for layers, requests, name, bonus in placements:
+        edges = [sum(layers[:rank]) for rank in range(len(layers) + 1)]
+        split = settlement.RingSplit(tuple(pairwise(edges)))
+        for rows in requests:
+            split, shares = split.add(rows)
+            rows_in_all, units_in_all = rows_in_all + rows, units_in_all + sum(shares)
+            for share in shares:
+                step = settlement.credit(share, MULTIPLIERS[name], bonus, carried=carried)
+                credited, carried = credited + step.micro_kvr, step.carried
+                exact += share * MULTIPLIERS[name] * bonus * settlement.RATE
+                assert credited + carried == exact
+                assert 0 <= carried < 1
+    assert units_in_all == 1000 * rows_in_all
+
+
 @given(st.integers(-(10**18), 10**18))
 def test_amounts_are_written_without_loss(micro):
     assert Fraction(settlement.micro_text(micro)) * 10**6 == micro

@@ -6,17 +6,21 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 
 import pytest
+from solders.compute_budget import ID as COMPUTE_BUDGET_ID
 from solders.hash import Hash
 from solders.keypair import Keypair
+from solders.message import MessageV0, to_bytes_versioned
 from solders.token.state import Mint
 from spl.token.constants import TOKEN_PROGRAM_ID
 
 from kvasir_console.errors import KvasirError, LedgerError, UsageError, WalletError
 from kvasir_console.wallet import token
-from kvasir_console.wallet.chain import Chain, OutcomeState
+from kvasir_console.wallet.chain import Chain, OutcomeState, assemble, sign
 from kvasir_console.wallet.chain_errors import PreflightError
 from kvasir_console.wallet.localnet.bootstrap import bootstrap, mint_keypair
 from kvasir_console.wallet.transfers import (
+    COMPUTE_UNITS,
+    MAX_PRIORITY_MICRO_LAMPORTS,
     KvrTransfer,
     SolTransfer,
     check_recipient,
@@ -159,6 +163,126 @@ async def test_a_token_account_a_program_and_the_mint_are_no_recipients(chain: C
 async def test_only_the_source_signs(chain: Chain, mint: str) -> None:
     with pytest.raises(WalletError):
         await prepare_transfer(chain, payout(mint, str(Keypair().pubkey()), 1), Keypair())
+
+
+async def message_of(chain: Chain, intent: KvrTransfer | SolTransfer, priority: int = 0) -> MessageV0:
+    return transfer_message(intent, (await chain.latest_blockhash()).hash, priority)
+
+
+async def test_a_preview_tells_what_sending_then_costs(chain: Chain, mint: str) -> None:
+    """Fee, rent of the account that is opened, and amount: the balance then falls by just that."""
+    treasury, friend = str(TREASURY.pubkey()), str(Keypair().pubkey())
+    cases = [
+        (payout(mint, friend, 5, "first"), 0, 5000, 5000 + 2_039_280),
+        (payout(mint, friend, 5, "second"), 0, 5000, 5000),
+        (payout(mint, friend, 5, "in a hurry"), 12_345, 5000 + 2469, 5000 + 2469),
+        (SolTransfer(treasury, friend, 10**7), 0, 5000, 5000 + 10**7),
+    ]
+    for intent, priority, fee, spent in cases:
+        message = await message_of(chain, intent, priority)
+        preview = await chain.preview(message)
+        assert (preview.fee_lamports, preview.spent_lamports, preview.error) == (fee, spent, None)
+        before = await chain.balance_lamports(treasury)
+        recent = await chain.latest_blockhash()
+        prepared = sign(transfer_message(intent, recent.hash, priority), (TREASURY,), recent)
+        assert (await chain.transact(prepared)).state is OutcomeState.CONFIRMED
+        assert before - await chain.balance_lamports(treasury) == spent
+
+
+async def test_a_preview_tells_what_would_fail(chain: Chain, mint: str) -> None:
+    stranger = str(Keypair().pubkey())
+    preview = await chain.preview(await message_of(chain, payout(mint, stranger, 10**18)))
+    assert (preview.spent_lamports, preview.fee_lamports) == (None, 5000)
+    assert preview.error is not None
+    assert "insufficient funds" in preview.error
+    broke = await chain.preview(await message_of(chain, KvrTransfer(stranger, str(TREASURY.pubkey()), mint, 1)))
+    assert broke.error == "AccountNotFound"
+    assert await chain.history(stranger) == ()
+
+
+async def test_a_preview_of_an_old_message_is_refused(chain: Chain, mint: str) -> None:
+    message = transfer_message(payout(mint, str(Keypair().pubkey()), 1), Hash.new_unique())
+    with pytest.raises(LedgerError) as error:
+        await chain.preview(message)
+    assert error.value.code == "blockhash_expired"
+
+
+@pytest.mark.parametrize("priority", [1, 999, 12_345, MAX_PRIORITY_MICRO_LAMPORTS])
+def test_a_priority_fee_is_what_is_offered_for_the_units_asked_for(priority: int) -> None:
+    message = transfer_message(payout(token.DEVNET_MINT, str(Keypair().pubkey()), 1), Hash.new_unique(), priority)
+    budget = [each for each in message.instructions if message.account_keys[each.program_id_index] == COMPUTE_BUDGET_ID]
+    assert [bytes(each.data) for each in budget] == [
+        b"\2" + (200_000).to_bytes(4, "little"),
+        b"\3" + priority.to_bytes(8, "little"),
+    ]
+
+
+@pytest.mark.parametrize("priority", [-1, MAX_PRIORITY_MICRO_LAMPORTS + 1])
+def test_a_priority_that_would_cost_too_much_is_refused(priority: int) -> None:
+    assert MAX_PRIORITY_MICRO_LAMPORTS * COMPUTE_UNITS // 10**6 == 10**7  # 0.01 SOL
+    with pytest.raises(UsageError):
+        transfer_message(payout(token.DEVNET_MINT, str(Keypair().pubkey()), 1), Hash.new_unique(), priority)
+
+
+async def test_the_largest_transfer_fits_into_the_units_asked_for(chain: Chain, mint: str) -> None:
+    """It opens an account and carries the longest memo."""
+    intent = payout(mint, str(Keypair().pubkey()), 1, "m" * token.MAX_MEMO_BYTES)
+    preview = await chain.preview(await message_of(chain, intent, 1))
+    assert preview.error is None
+    assert preview.units < COMPUTE_UNITS // 2
+
+
+async def test_a_signature_made_elsewhere_is_put_to_the_message_if_it_is_one(chain: Chain, mint: str) -> None:
+    recent, recipient = await chain.latest_blockhash(), str(Keypair().pubkey())
+    message = transfer_message(payout(mint, recipient, 77), recent.hash)
+    signature = bytes(TREASURY.sign_message(to_bytes_versioned(message)))
+    prepared = assemble(message, signature, recent)
+    assert prepared == sign(message, (TREASURY,), recent)
+    assert (await chain.transact(prepared)).state is OutcomeState.CONFIRMED
+    assert await chain.balance_micro_kvr(recipient, mint) == 77
+    other = bytes(Keypair().sign_message(to_bytes_versioned(message)))
+    for bad in (other, signature[:63], b"", bytes(64)):
+        with pytest.raises(WalletError) as error:
+            assemble(message, bad, recent)
+        assert error.value.code == "signature_mismatch"
+    with pytest.raises(UsageError):
+        assemble(message, signature, replace(recent, hash=Hash.new_unique()))
+
+
+async def test_movements_name_amounts_and_the_other_side(chain: Chain, mint: str) -> None:
+    treasury, friend, third = str(TREASURY.pubkey()), Keypair(), str(Keypair().pubkey())
+    name = str(friend.pubkey())
+    sent = [
+        (SolTransfer(treasury, name, 10**8, "for fees"), TREASURY),
+        (payout(mint, name, 900, "wages"), TREASURY),
+        (KvrTransfer(name, third, mint, 250, "rent"), friend),
+        (SolTransfer(name, third, 10**6), friend),
+    ]
+    for intent, key in sent:
+        outcome = await chain.transact(await prepare_transfer(chain, intent, key))
+        assert outcome.state is OutcomeState.CONFIRMED
+    recent = await chain.latest_blockhash()
+    failing = sign(transfer_message(KvrTransfer(name, third, mint, 10**9), recent.hash), (friend,), recent)
+    await chain._resend(failing.raw)
+    assert (await chain.outcome(failing)).state is OutcomeState.FAILED
+
+    lines = await chain.movements(name, mint)
+    seen = [(each.micro_kvr, each.lamports, each.fee_lamports, each.counterparties, each.memos) for each in lines]
+    assert seen == [
+        (0, 0, 5000, (), ()),
+        (0, -(10**6), 5000, (third,), ()),
+        (-250, -2_039_280, 5000, (third,), ("rent",)),
+        (900, 0, 0, (treasury,), ("wages",)),
+        (0, 10**8, 0, (treasury,), ("for fees",)),
+    ]
+    assert [each.error is None for each in lines] == [False, True, True, True, True]
+    assert sum(each.micro_kvr for each in lines) == await chain.balance_micro_kvr(name, mint)
+    spent = sum(each.lamports - each.fee_lamports for each in lines)
+    assert spent == await chain.balance_lamports(name)
+    assert [each.counterparties for each in await chain.kvr_history(name, mint)] == [(), (third,), (treasury,)]
+    assert [each.signature for each in await chain.movements(name, mint, limit=2)] == [
+        each.signature for each in lines[:2]
+    ]
 
 
 @pytest.mark.parametrize("micro_kvr", [0, -1, 2**64])

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import os
+import select
+import shutil
+import signal
 import stat
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import pytest
 from cryptography.hazmat.primitives.kdf.argon2 import Argon2id
@@ -18,7 +24,8 @@ from hypothesis import strategies as st
 from nacl.secret import Aead
 
 from kvasir_console.errors import KvasirError, SystemResourceError, UsageError, WalletError
-from kvasir_console.wallet import keys, vault
+from kvasir_console.wallet import accounts, keys, vault
+from kvasir_console.wallet.formats import Phrase, RawKey
 
 CASE = json.loads((Path(__file__).parents[2] / "data" / "conformance" / "wallet_derivation.json").read_text())[
     "phrases"
@@ -40,6 +47,11 @@ def refusal(file: Path, passphrase: str = PASSPHRASE) -> KvasirError:
     assert PHRASE.split()[0] not in str(caught.value)
     assert passphrase not in str(caught.value)
     return caught.value
+
+
+def left_beside(file: Path) -> set[str]:
+    """Names in the vault's directory besides its own and its lock's."""
+    return {each.name for each in file.parent.iterdir()} - {file.name, f".{file.name}.lock"}
 
 
 def edit(file: Path, **changes: object) -> None:
@@ -78,7 +90,13 @@ def test_the_file_is_what_its_description_says(file):
     ).derive(PASSPHRASE.encode())
     header = json.dumps(document, sort_keys=True, separators=(",", ":")).encode()
     plaintext = Aead(key).decrypt(ciphertext, header, base64.b64decode(document["aead"]["nonce"]))
-    assert json.loads(plaintext) == {"kind": "phrase", "phrase": PHRASE}
+    assert json.loads(plaintext) == {
+        "phrase": PHRASE,
+        "keys": {},
+        "second_factor": None,
+        "limits": {},
+        "contacts": {},
+    }
 
 
 def test_no_word_of_the_phrase_stands_in_clear(file):
@@ -131,11 +149,17 @@ def test_a_bad_phrase_makes_no_vault(tmp_path):
 OTHER = "BLeUXTx9thHGT7VJUtF9vHEmfMDgW1nnKZ9UVer2CoLX"
 
 
+def entry(address: str, kind: str = "phrase", path: str | None = keys.KVASIR_PATH) -> dict[str, str | None]:
+    return {"address": address, "kind": kind, "path": path}
+
+
 @pytest.mark.parametrize(
     "change",
     [
-        {"accounts": [{"address": OTHER, "path": keys.KVASIR_PATH}]},
-        {"accounts": [{"address": CASE["keys"][0]["address"], "path": None}]},
+        {"accounts": [entry(OTHER)]},
+        {"accounts": [entry(CASE["keys"][0]["address"], path=None)]},
+        {"accounts": [entry(CASE["keys"][0]["address"], "watch", None)]},
+        {"second_factor": True},
         {"created": "2001-01-01T00:00:00Z"},
         {"kdf__ops": 3},
         {"kdf__mem_kib": 20 * 1024},
@@ -172,7 +196,9 @@ def test_nothing_that_stands_in_clear_can_be_exchanged(file, change):
         ({"kdf": None}, "vault_malformed"),
         ({"aead__name": "aes-256-gcm"}, "vault_malformed"),
         ({"aead__nonce": base64.b64encode(bytes(12)).decode()}, "vault_malformed"),
-        ({"version": 2}, "vault_newer"),
+        ({"kdf__ops": 16, "kdf__mem_kib": 2**18 + 1}, "vault_kdf"),
+        ({"version": 3}, "vault_newer"),
+        ({"version": 1}, "vault_malformed"),
         ({"version": 0}, "vault_malformed"),
         ({"version": True}, "vault_malformed"),
         ({"format": "keystore"}, "vault_malformed"),
@@ -182,9 +208,14 @@ def test_nothing_that_stands_in_clear_can_be_exchanged(file, change):
         ({"ciphertext": base64.b64encode(bytes(16)).decode()}, "vault_malformed"),
         ({"accounts": []}, "vault_malformed"),
         ({"accounts": ["x"]}, "vault_malformed"),
-        ({"accounts": [{"address": OTHER, "path": "m/44"}]}, "vault_malformed"),
-        ({"accounts": [{"address": OTHER[:-1] + "0", "path": None}]}, "vault_malformed"),
-        ({"accounts": [{"address": OTHER, "path": None}] * 33}, "vault_malformed"),
+        ({"accounts": [{"address": OTHER, "path": None}]}, "vault_malformed"),
+        ({"accounts": [entry(OTHER, path="m/44")]}, "vault_malformed"),
+        ({"accounts": [entry(OTHER[:-1] + "0")]}, "vault_malformed"),
+        ({"accounts": [entry(OTHER, "spare")]}, "vault_malformed"),
+        ({"accounts": [entry(OTHER, "watch")]}, "vault_malformed"),
+        ({"accounts": [entry(OTHER), entry(OTHER, path=None)]}, "vault_malformed"),
+        ({"accounts": [entry(OTHER, path=f"m/{index}'") for index in range(33)]}, "vault_malformed"),
+        ({"second_factor": 1}, "vault_malformed"),
     ],
     ids=str,
 )
@@ -225,25 +256,62 @@ def test_a_newer_vault_is_named_by_its_version(file):
     assert "Update" in error.hint
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_no_damaged_byte_goes_unnoticed(file, data):
-    whole = file.read_bytes()
-    meaningful = [place for place, byte in enumerate(whole) if not chr(byte).isspace()]
-    place = data.draw(st.sampled_from(meaningful))
-    byte = data.draw(st.integers(0x21, 0x7E).filter(lambda byte: byte != whole[place]))
-    file.write_bytes(whole[:place] + bytes([byte]) + whole[place + 1 :])
+def costly(raw: bytes) -> bool:
+    """A cost within bounds takes seconds, and deriving it proves nothing here."""
     try:
-        # An expensive cost is within bounds, and deriving it proves nothing here.
-        cost = json.loads(file.read_bytes())["kdf"]
-        expensive = cost["ops"] * cost["mem_kib"] > 4 * 100 * 1024
+        cost = json.loads(raw)["kdf"]
+        return bool(cost["ops"] * cost["mem_kib"] > 4 * 100 * 1024)
     except (ValueError, KeyError, TypeError):
-        expensive = False
+        return False
+
+
+def unopened(file: Path, damaged: bytes) -> None:
+    """``damaged`` is refused by name and left as it is."""
+    whole = file.read_bytes()
+    file.write_bytes(damaged)
     try:
-        if not expensive:
+        if not costly(damaged):
             assert refusal(file).code.startswith(("vault_", "wrong_"))
+            assert file.read_bytes() == damaged
+            assert left_beside(file) == set()
     finally:
         file.write_bytes(whole)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_no_flipped_bit_goes_unnoticed(file, data):
+    whole = file.read_bytes()
+    place, bit = data.draw(st.integers(0, len(whole) - 1)), data.draw(st.integers(0, 7))
+    unopened(file, whole[:place] + bytes([whole[place] ^ 1 << bit]) + whole[place + 1 :])
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_no_exchanged_byte_goes_unnoticed(file, data):
+    whole = file.read_bytes()
+    place = data.draw(st.sampled_from([place for place, byte in enumerate(whole) if not chr(byte).isspace()]))
+    byte = data.draw(st.integers(0x21, 0x7E).filter(lambda byte: byte != whole[place]))
+    unopened(file, whole[:place] + bytes([byte]) + whole[place + 1 :])
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_no_truncation_goes_unnoticed(file, data):
+    whole = file.read_bytes()
+    unopened(file, whole[: data.draw(st.integers(0, len(whole.rstrip()) - 1))])
+
+
+def test_no_byte_of_the_whole_file_can_have_a_flipped_bit(tmp_path, monkeypatch):
+    """Every byte. The derivation, which takes a second, is exchanged for one that takes none."""
+    monkeypatch.setattr(vault, "_derive_key", lambda text, header: hashlib.sha256(header.salt + text.encode()).digest())
+    file = tmp_path / "v" / "vault.json"
+    vault.create_vault(file, PHRASE, PASSPHRASE, cost=CHEAP)
+    with vault.open_vault(file, PASSPHRASE) as opened:
+        assert opened.phrase == PHRASE
+    whole = file.read_bytes()
+    for place in range(len(whole) - 1):  # the last one is the line's end
+        unopened(file, whole[:place] + bytes([whole[place] ^ 1 << place % 8]) + whole[place + 1 :])
 
 
 @pytest.mark.parametrize(("name", "mode"), [("vault.json", 0o640), ("vault.json", 0o604), (".", 0o750), (".", 0o701)])
@@ -332,7 +400,7 @@ def test_a_passphrase_is_changed_with_everything_fresh(file):
     assert after["kdf"]["salt"] != before["kdf"]["salt"]
     assert after["aead"]["nonce"] != before["aead"]["nonce"]
     assert (after["created"], after["accounts"]) == (before["created"], before["accounts"])
-    assert [each.name for each in file.parent.iterdir()] == ["vault.json"]
+    assert left_beside(file) == set()
 
 
 @pytest.mark.parametrize("step", ["fsync", "replace"])
@@ -345,7 +413,7 @@ def test_an_interrupted_change_leaves_the_old_vault(file, monkeypatch, step):
         with pytest.raises(SystemResourceError) as caught:
             vault.change_passphrase(file, PASSPHRASE, "a new passphrase", cost=CHEAP)
     assert caught.value.code == "file_unavailable"
-    assert [each.name for each in file.parent.iterdir()] == ["vault.json"]
+    assert left_beside(file) == set()
     with vault.open_vault(file, PASSPHRASE) as opened:
         assert opened.phrase == PHRASE
 
@@ -419,3 +487,218 @@ def test_memory_that_is_not_there_is_named(file):
     output = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=True)
     assert output.stdout.startswith("memory_short")
     assert "2048 MiB" in output.stdout
+
+
+# Several accounts, raw keys, watched addresses
+
+
+SEED = bytes.fromhex(CASE["keys"][1]["seed32_hex"])
+RAW = RawKey(SEED, CASE["keys"][1]["address"])
+
+
+def test_accounts_of_every_kind_live_in_one_vault(file):
+    vault.update(file, PASSPHRASE, lambda contents: accounts.add_key(contents, RAW))
+    vault.update(file, PASSPHRASE, lambda contents: accounts.add_watched(contents, OTHER))
+    after = vault.update(file, PASSPHRASE, lambda contents: accounts.add_derived(contents, "m/44'/501'/1'/0'"))
+    expected = next(key for key in CASE["keys"] if key["path"] == "m/44'/501'/1'/0'")
+    assert [str(each.kind) for each in after] == ["phrase", "key", "watch", "phrase"]
+    assert after[3].address == expected["address"]
+    assert vault.public_accounts(file) == after
+    with vault.open_vault(file, PASSPHRASE) as opened:
+        with opened.key(1) as key:
+            assert key.keypair().secret() == SEED
+        with opened.key(3) as key:
+            assert key.address == expected["address"]
+        with pytest.raises(WalletError) as caught:
+            opened.key(2)
+        assert caught.value.code == "watch_only"
+    document = file.read_text()
+    assert RAW.address in document
+    assert base64.b64encode(SEED).decode() not in document
+
+
+def test_a_vault_of_one_raw_key_has_no_phrase(tmp_path):
+    file = tmp_path / "v" / "vault.json"
+    vault.create(file, accounts.of_secret(RAW), PASSPHRASE, cost=CHEAP)
+    with vault.open_vault(file, PASSPHRASE) as opened:
+        with opened.key() as key:
+            assert key.address == RAW.address
+        with pytest.raises(WalletError) as caught:
+            _ = opened.phrase
+        assert caught.value.code == "vault_no_phrase"
+
+
+def test_a_watching_vault_signs_nothing(tmp_path):
+    file = tmp_path / "v" / "vault.json"
+    vault.create(file, accounts.watching(OTHER), PASSPHRASE, cost=CHEAP)
+    assert vault.public_accounts(file)[0].address == OTHER
+    with vault.open_vault(file, PASSPHRASE) as opened, pytest.raises(WalletError, match="only watched"):
+        opened.key()
+
+
+def test_a_secret_of_the_second_factor_is_sealed_and_announced(file):
+    factor = b"12345678901234567890"
+    vault.update(file, PASSPHRASE, lambda contents: replace(contents, second_factor=factor))
+    assert vault.second_factor_enrolled(file)
+    assert json.loads(file.read_text())["second_factor"] is True
+    with vault.open_vault(file, PASSPHRASE) as opened:
+        assert opened.second_factor == factor
+    edit(file, second_factor=False)  # taking it off in the file does not take it off
+    assert refusal(file).code == "wrong_passphrase"
+
+
+def test_limits_and_the_address_book_are_sealed(file):
+    limits, book = {"KVR": 5_000_000}, {"the shop": OTHER}
+    vault.update(file, PASSPHRASE, lambda contents: replace(contents, limits=limits, contacts=book))
+    assert OTHER not in file.read_text()
+    with vault.open_vault(file, PASSPHRASE) as opened:
+        assert (opened.contents().limits, opened.contents().contacts) == (limits, book)
+
+
+def test_a_change_that_fails_changes_nothing(file):
+    before = file.read_bytes()
+    for change in (
+        lambda contents: accounts.add_derived(contents, keys.KVASIR_PATH),
+        lambda contents: accounts.add_watched(contents, "no address"),
+        lambda contents: accounts.remove(contents, "1"),
+        lambda contents: accounts.use(contents, "2"),
+        lambda contents: accounts.add_phrase(contents, Phrase("legal " * 11 + "will"), None),
+        lambda contents: replace(contents, accounts=contents.accounts * 2),
+        lambda contents: replace(contents, accounts=()),
+    ):
+        with pytest.raises(KvasirError):
+            vault.update(file, PASSPHRASE, change)
+        assert file.read_bytes() == before
+
+
+def test_changes_of_two_processes_are_both_kept(file):
+    """Each reads, derives and writes; without a lock one would undo the other."""
+    script = (
+        "import sys, pathlib\nfrom kvasir_console.wallet import accounts, vault\n"
+        f"vault.update(pathlib.Path(sys.argv[1]), {PASSPHRASE!r}, lambda c: accounts.add_derived(c, sys.argv[2]))"
+    )
+    paths = [f"m/44'/501'/{index}'" for index in range(3)]
+    children = [subprocess.Popen([sys.executable, "-c", script, str(file), path]) for path in paths]
+    assert [child.wait(60) for child in children] == [0, 0, 0]
+    assert {each.path for each in vault.public_accounts(file)} == {keys.KVASIR_PATH, *paths}
+
+
+# Older and newer versions
+
+
+@pytest.fixture
+def old(tmp_path: Path) -> Path:
+    """A vault as version 1 wrote it."""
+    file = tmp_path / "old" / "vault.json"
+    file.parent.mkdir(mode=0o700)
+    shutil.copy(Path(__file__).parents[2] / "data" / "vault_v1.json", file)
+    file.chmod(0o600)
+    return file
+
+
+def test_an_old_vault_is_read_as_it_stands(old):
+    before = old.read_bytes()
+    expected = [next(key for key in CASE["keys"] if key["path"] == path) for path in (keys.KVASIR_PATH, None)]
+    assert [each.address for each in vault.public_accounts(old)] == [key["address"] for key in expected]
+    with vault.open_vault(old, PASSPHRASE) as opened:
+        assert opened.phrase == PHRASE
+        assert opened.second_factor is None
+        with opened.key(1) as key:
+            assert key.address == expected[1]["address"]
+    assert refusal(old, "not the passphrase").code == "wrong_passphrase"
+    assert old.read_bytes() == before
+
+
+def test_an_old_vault_becomes_a_new_one_when_it_changes_and_is_kept_beside_it(old):
+    before = old.read_bytes()
+    known = vault.public_accounts(old)
+    after = vault.update(old, PASSPHRASE, lambda contents: accounts.add_watched(contents, OTHER))
+    assert after[:2] == known
+    assert json.loads(old.read_text())["version"] == 2
+    with vault.open_vault(old, PASSPHRASE) as opened:
+        assert opened.phrase == PHRASE
+    (kept,) = left_beside(old)
+    assert (old.parent / kept).read_bytes() == before
+
+
+def test_a_new_passphrase_renews_the_version_and_leaves_nothing_under_the_old_one(old):
+    vault.change_passphrase(old, PASSPHRASE, "a new passphrase", cost=CHEAP)
+    assert json.loads(old.read_text())["version"] == 2
+    assert refusal(old).code == "wrong_passphrase"
+    assert left_beside(old) == set()
+
+
+def test_an_old_header_cannot_be_exchanged_either(old):
+    edit(old, accounts=[{"address": OTHER, "path": keys.KVASIR_PATH}])
+    assert refusal(old).code == "wrong_passphrase"
+
+
+# Memory, and kills
+
+
+def test_a_cost_that_does_not_fit_is_refused_before_the_kernel_would(file, monkeypatch):
+    monkeypatch.setattr(vault, "available_bytes", lambda: 18 * 2**20)
+    monkeypatch.setattr(vault.argon2id, "kdf", lambda *_: pytest.fail("derived"))
+    assert refusal(file).code == "memory_short"
+
+
+def test_the_dearest_legal_header_is_refused_in_time_and_memory(file):
+    """The most a hostile file can make us spend: 4 GiB written in passes over at most 2 GiB."""
+    edit(file, kdf__ops=4, kdf__mem_kib=2**20)
+    script = (
+        "import pathlib, resource, sys\nfrom kvasir_console.errors import KvasirError\n"
+        "from kvasir_console.wallet import vault\n"
+        "try:\n    vault.open_vault(pathlib.Path(sys.argv[1]), 'x' * 9)\n"
+        "except KvasirError as error:\n    print(error.code)\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", script, str(file)], capture_output=True, text=True, timeout=120, check=True
+    )
+    code, rss_kib = result.stdout.split()
+    assert code in ("wrong_passphrase", "memory_short")
+    assert int(rss_kib) < 2.2 * 2**20
+
+
+def test_random_kills_while_saving_leave_the_old_vault_or_the_new_one(file, monkeypatch):
+    """A hundred times: SIGKILL at a random moment of a process that does nothing but save."""
+    # Deriving takes long and writes nothing; without it the kills hit the saving.
+    monkeypatch.setattr(vault, "_derive_key", lambda text, header: hashlib.sha256(header.salt + text.encode()).digest())
+    vault.create_vault(file, PHRASE, "passphrase 0", cost=CHEAP, force=True)
+    (file.parent / next(iter(left_beside(file)))).unlink()
+    random = Random(4)
+    for _ in range(100):
+        before = current = opens_with(file)
+        saved, saves = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                while True:
+                    following = f"passphrase {(int(current.split()[1]) + 1) % 1000}"
+                    vault.change_passphrase(file, current, following, cost=CHEAP)
+                    current = following
+                    os.write(saves, b".")
+            finally:
+                os._exit(1)
+        assert select.select([saved], [], [], 30)[0]  # it has begun to save
+        select.select([], [], [], random.uniform(0, 0.01))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(saved)
+        os.close(saves)
+        assert opens_with(file) != before
+    vault.change_passphrase(file, opens_with(file), "the last one", cost=CHEAP)
+    assert left_beside(file) == set()
+
+
+def opens_with(file: Path) -> str:
+    """The passphrase that opens the vault, whole, with its phrase in it; whichever save came last."""
+    for number in range(1000):
+        try:
+            with vault.open_vault(file, f"passphrase {number}") as opened:
+                assert opened.phrase == PHRASE
+                return f"passphrase {number}"
+        except WalletError as error:
+            if error.code != "wrong_passphrase":
+                raise
+    pytest.fail("neither the old vault nor the new one")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from pathlib import Path
@@ -29,8 +30,8 @@ SPEED = {case["tier"]: case["tokens_per_second"] for case in VECTORS["tiers"]}
 
 
 @pytest.fixture
-def store(tmp_path: Path):
-    opened = Store.open(f"sqlite:///{tmp_path / 'gateway.sqlite'}")
+def store(url: str):
+    opened = Store.open(url)
     yield opened
     opened.close()
 
@@ -103,10 +104,10 @@ def test_a_source_that_names_no_run_follows_the_contracts_rule(store: Store, cas
 
 @settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_nothing_is_lost_or_doubled_however_runs_are_read(tmp_path_factory: Any, data: st.DataObject) -> None:
+def test_nothing_is_lost_or_doubled_however_runs_are_read(new_database: Callable[[], str], data: st.DataObject) -> None:
     """Readings of several runs, in any order, late and repeated: each run's largest reading is credited, once, and
     ``credited + carried`` is the exact amount."""
-    store = Store.open(f"sqlite:///{tmp_path_factory.mktemp('ledger') / 'g.sqlite'}")
+    store = Store.open(new_database())
     ledger = Ledger(store)
     largest: dict[str, int] = {}
     readings = data.draw(st.lists(st.tuples(st.sampled_from(["r1", "r2", "r3"]), st.integers(0, 10**12)), max_size=12))
@@ -145,8 +146,8 @@ def test_an_implausible_counter_changes_nothing(ledger: Ledger, micro_units: int
     assert ledger.accounts() == ()
 
 
-def test_a_reading_is_credited_once_by_any_number_of_pollers(tmp_path: Path) -> None:
-    stores = [Store.open(f"sqlite:///{tmp_path / 'gateway.sqlite'}") for _ in range(4)]
+def test_a_reading_is_credited_once_by_any_number_of_pollers(url: str) -> None:
+    stores = [Store.open(url) for _ in range(4)]
     barrier = threading.Barrier(8)
 
     def poll(index: int) -> int:
@@ -204,8 +205,7 @@ def test_what_is_earned_after_a_claim_is_the_next_claims(ledger: Ledger) -> None
     assert [claim.micro_kvr for claim in ledger.claims(ALICE.address)] == [700, 300]
 
 
-def test_claims_that_race_pay_what_there_was_once(tmp_path: Path) -> None:
-    url = f"sqlite:///{tmp_path / 'gateway.sqlite'}"
+def test_claims_that_race_pay_what_there_was_once(url: str) -> None:
     stores = [Store.open(url) for _ in range(4)]
     earn(Ledger(stores[0]), 12_345)
     barrier = threading.Barrier(8)
@@ -324,9 +324,9 @@ def test_the_database_itself_refuses_to_pay_out_more_than_was_credited(store: St
         st.tuples(st.sampled_from(["earn", "claim", "confirm", "fail", "expire"]), st.integers(1, 10**6)), max_size=25
     )
 )
-def test_money_is_conserved_whatever_happens(tmp_path_factory: Any, steps: list[tuple[str, int]]) -> None:
+def test_money_is_conserved_whatever_happens(new_database: Callable[[], str], steps: list[tuple[str, int]]) -> None:
     """Credited = paid + open claims + pending, at every step; no claim is paid by two transactions."""
-    store = Store.open(f"sqlite:///{tmp_path_factory.mktemp('ledger') / 'g.sqlite'}")
+    store = Store.open(new_database())
     ledger = Ledger(store)
     counter, refusals = 0, set()
     for number, (step, amount) in enumerate(steps):
@@ -361,3 +361,103 @@ def test_money_is_conserved_whatever_happens(tmp_path_factory: Any, steps: list[
         ).all()
     assert all(count == 1 for _, count in confirmed)
     store.close()
+
+
+# -- the books -------------------------------------------------------------------------------------------------------
+
+
+def books(ledger: Ledger) -> Claim:
+    """Two rows with changing tiers, a paid claim, one that failed and one under way; the last one."""
+    for total, speed in ((1_000_001, None), (2_000_003, 95.0), (3_000_004, 10.0), (3_000_007, 95.0)):
+        ledger.credit(reading(total, perf_tps=speed), NOW)
+    ledger.advance(signed(ledger, ledger.reserve(ALICE.address, 1, NOW), "s1"), ClaimState.CONFIRMED, NOW)
+    earn(ledger, 77_777, kind="ring")
+    ledger.advance(signed(ledger, ledger.reserve(ALICE.address, 1, NOW), "s2"), ClaimState.FAILED, NOW)
+    return signed(ledger, ledger.reserve(ALICE.address, 1, NOW), "s3")
+
+
+def test_books_that_are_right_have_nothing_against_them(ledger: Ledger) -> None:
+    claim = books(ledger)
+    assert ledger.audit() == ()
+    ledger.advance(claim, ClaimState.EXPIRED, NOW)
+    assert ledger.audit() == ()
+    ledger.advance(signed(ledger, claim, "s4"), ClaimState.CONFIRMED, NOW)
+    assert ledger.audit() == ()
+
+
+@pytest.mark.parametrize(
+    ("statement", "says"),
+    [
+        ("UPDATE accounts SET credited_micro_kvr = credited_micro_kvr + 1 WHERE kind = 'expert'", "credited"),
+        ("UPDATE accounts SET carry_num = '0' WHERE kind = 'expert'", "carried 0"),
+        ("UPDATE credited_units SET micro_units = micro_units - 1 WHERE multiplier = '3/2'", "earned"),
+        ("UPDATE credited_units SET multiplier = '2/1' WHERE multiplier = '3/2'", "earned"),
+        ("UPDATE accounts SET micro_units = micro_units + 1 WHERE kind = 'ring'", "micro-units"),
+        ("UPDATE accounts SET claimed_micro_kvr = claimed_micro_kvr - 1 WHERE kind = 'expert'", "claimed"),
+        ("UPDATE claims SET micro_kvr = micro_kvr + 1 WHERE signature = 's1'", "took"),
+        ("DELETE FROM claim_items WHERE kind = 'ring'", "took 0"),
+        ("UPDATE attempts SET outcome = 'sent' WHERE signature = 's1'", "paid by 0"),
+        ("UPDATE attempts SET outcome = 'confirmed' WHERE signature = 's2'", "failed, paid by 1"),
+        ("UPDATE claims SET state = 'failed' WHERE signature = 's1'", "paid by 1"),
+    ],
+)
+def test_any_figure_that_was_touched_is_found(store: Store, ledger: Ledger, statement: str, says: str) -> None:
+    books(ledger)
+    with store.write() as connection:
+        connection.execute(sa.text(statement))
+    found = ledger.audit()
+    assert found
+    assert any(says in each for each in found)
+
+
+FORMULA_TIERS = {
+    "S": Fraction(3, 2),
+    "A": Fraction(5, 4),
+    "B": Fraction(1),
+    "C": Fraction(7, 10),
+    "unrated": Fraction(1),
+}
+"""Gateway contract, 3.2."""
+
+
+@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    works=st.lists(
+        st.tuples(
+            st.sampled_from(["w1", "w2"]),
+            st.sampled_from(["run1", "run2"]),
+            st.integers(0, 10**9),
+            st.sampled_from(sorted(FORMULA_TIERS)),
+            st.booleans(),
+        ),
+        max_size=20,
+    )
+)
+def test_credited_and_carried_are_the_formula_whatever_tiers_a_worker_goes_through(
+    new_database: Callable[[], str], works: list[tuple[str, str, int, str, bool]]
+) -> None:
+    """Work of several runs, each piece at the tier of its reading, with claims in between."""
+    store = Store.open(new_database())
+    ledger, exact, counters = Ledger(store), dict[str, Fraction](), dict[tuple[str, str], int]()
+    for worker, run_id, grown, tier, claims in works:
+        counters[worker, run_id] = counters.get((worker, run_id), 0) + grown
+        ledger.credit(reading(counters[worker, run_id], run_id, worker_id=worker, perf_tps=SPEED[tier]), NOW)
+        exact[worker] = exact.get(worker, Fraction(0)) + Fraction(grown, 100) * FORMULA_TIERS[tier]
+        for account in ledger.accounts():
+            assert account.credited_micro_kvr + account.carried == exact[account.worker_id]
+            assert 0 <= account.carried < 1
+        if claims and any(account.pending_micro_kvr for account in ledger.accounts()):
+            ledger.reserve(ALICE.address, 1, NOW)
+        assert ledger.audit() == ()
+    assert sum(claim.micro_kvr for claim in ledger.claims()) == sum(row.claimed_micro_kvr for row in ledger.accounts())
+    store.close()
+
+
+def test_work_that_would_not_fit_a_column_is_refused_and_nothing_of_it_is_kept(ledger: Ledger) -> None:
+    """SQLite would go on with floats, and be wrong from then on."""
+    ledger.credit(reading(2**62, "one"), NOW)
+    with pytest.raises(LedgerError) as caught:
+        ledger.credit(reading(2**62, "two"), NOW)
+    assert caught.value.code == "counter_implausible"
+    assert balance(ledger)[0] == 2**62
+    assert ledger.audit() == ()

@@ -16,7 +16,7 @@ from kvasir_console.config import ServedModel
 from kvasir_console.errors import LedgerError, NetworkError
 from kvasir_console.node.gateway.census import Census, OfferedModel
 from kvasir_console.node.gateway.coverage import parse_report
-from kvasir_console.node.gateway.ledger import Ledger
+from kvasir_console.node.gateway.ledger import Ledger, Reading
 from kvasir_console.node.gateway.metering import Meter, ring_contributions
 from kvasir_console.node.gateway.settle import Settler, parse_row
 from kvasir_console.node.gateway.store import Store
@@ -163,6 +163,31 @@ async def test_polls_credit_what_grew(served: Gateway) -> None:
     (account,) = served.ledger.accounts()
     assert (account.worker_id, account.kind, account.model, account.platform["os"]) == ("a", "expert", MOE, "linux")
     assert (account.credited_micro_kvr, account.carried) == (10_001, Fraction(49, 100))
+
+
+async def test_counters_that_stand_still_do_not_reach_the_database(
+    served: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runs that are over stay listed for a month: a poll costs what moved, not what there ever was."""
+    handed: list[str] = []
+    credit = served.ledger.credit
+
+    def counting(reading: Reading, now: int) -> int:
+        handed.append(reading.run_id)
+        return credit(reading, now)
+
+    monkeypatch.setattr(served.ledger, "credit", counting)
+    poller = settler(served)
+    for run_id in ("r1", "r2"):
+        await served.meter.read_engine(run_id, [entry("expert-a", ALICE.address, 700_000)])
+    for _ in range(3):
+        await poller.poll()
+    assert sorted(handed) == ["r1", "r2"]
+    await served.meter.read_engine("r2", [entry("expert-a", ALICE.address, 900_000)])
+    await poller.poll()
+    assert sorted(handed) == ["r1", "r2", "r2"]
+    (account,) = served.ledger.accounts()
+    assert account.micro_units == 1_600_000
 
 
 async def test_an_engine_that_died_between_polls_loses_nothing_and_doubles_nothing(served: Gateway) -> None:

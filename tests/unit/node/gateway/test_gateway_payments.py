@@ -305,6 +305,7 @@ async def test_config_has_the_contracts_fields_and_the_extensions(served: Gatewa
         "relay_token_header": True,
         "placement": 1,
         "signed_actions": 1,
+        "delegation": 1,
         "hub_key": served.identity.hub_key,
     }
     served.store.set_fact(TREASURY_FACT, CAROL.address)

@@ -5,18 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
 from gateway_parts import ALICE, BOB, NOW, Clock
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvasir_console.errors import LedgerError, NetworkError
 from kvasir_console.node.gateway.ledger import Claim, ClaimState, Ledger, Reading
-from kvasir_console.node.gateway.payout import Payer, serve
+from kvasir_console.node.gateway.payout import Payer, StorePin, serve
 from kvasir_console.node.gateway.store import Store
 from kvasir_console.wallet.chain import Outcome, OutcomeState, PreparedTransfer
 
@@ -87,8 +87,8 @@ class FakeChain:
 
 
 @pytest.fixture
-def ledger(tmp_path: Path):
-    store = Store.open(f"sqlite:///{tmp_path / 'g.sqlite'}")
+def ledger(url: str):
+    store = Store.open(url)
     yield Ledger(store)
     store.close()
 
@@ -171,6 +171,64 @@ async def test_only_what_can_no_longer_land_is_replaced(ledger: Ledger) -> None:
     assert await payer(ledger, chain).pay_all() == 0
     assert chain.paid == {claim.claim_id: 500}
     assert ledger.attempts(claim.claim_id) == (("sig-0", "expired"), ("sig-1", "confirmed"))
+
+
+async def test_what_one_rpc_called_expired_is_looked_up_again_before_it_is_replaced(ledger: Ledger) -> None:
+    """The first RPC had forgotten, or lied; the second knows that the money has moved."""
+    claim, chain = reserve(ledger), FakeChain()
+    assert await payer(ledger, chain).pay_all() == 0
+    with ledger._store.write() as connection:
+        connection.execute(sa.text("UPDATE claims SET state = 'expired'"))
+    assert await payer(ledger, chain).pay_all() == 0
+    assert state(ledger, claim) is ClaimState.CONFIRMED
+    assert chain.paid == {claim.claim_id: 500}
+    assert len(chain.made) == 1
+    assert ledger.audit() == ()
+
+
+async def test_nothing_is_replaced_while_the_second_look_finds_nobody(ledger: Ledger) -> None:
+    claim, chain = reserve(ledger), FakeChain(drop=True)
+    await payer(ledger, chain).pay_all()
+    chain.height += LIFETIME + 1
+    await payer(ledger, chain).pay_all()
+    assert state(ledger, claim) is ClaimState.EXPIRED
+
+    class Silent(FakeChain):
+        async def outcome(self, prepared: PreparedTransfer, timeout_s: float) -> Outcome | None:
+            return None
+
+    silent = Silent(made=chain.made, height=chain.height)
+    assert await payer(ledger, silent).pay_all() == 1
+    assert len(chain.made) == 1
+    assert state(ledger, claim) is ClaimState.EXPIRED
+
+
+async def test_the_slot_a_transaction_was_signed_in_is_kept_with_it(ledger: Ledger) -> None:
+    claim, seen = reserve(ledger), []
+
+    class Slotted(FakeChain):
+        async def prepare(self, claim: Claim) -> PreparedTransfer:
+            return replace(await super().prepare(claim), slot=4242)
+
+        async def outcome(self, prepared: PreparedTransfer, timeout_s: float) -> Outcome | None:
+            seen.append(prepared.slot)
+            return await super().outcome(prepared, timeout_s)
+
+    await payer(ledger, Slotted()).pay_all()
+    stored = ledger.claim(claim.claim_id)
+    assert stored is not None
+    assert (stored.slot, seen) == (4242, [4242])
+
+
+def test_a_database_is_paid_out_on_one_cluster(ledger: Ledger) -> None:
+    pin = StorePin(ledger._store)
+    pin.check("G" * 44, "https://one.example/key")
+    pin.check("G" * 44, "https://two.example")
+    with pytest.raises(LedgerError) as error:
+        pin.check("H" * 44, "https://three.example/secret-key")
+    assert error.value.code == "cluster_changed"
+    assert "three.example" in error.value.message
+    assert "secret-key" not in str(error.value)
 
 
 async def test_one_that_failed_on_chain_gives_the_money_back_once(ledger: Ledger) -> None:

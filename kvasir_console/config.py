@@ -58,6 +58,11 @@ class EngineConfig:
     device: str = "cpu"
     threads: int = 0
     """Compute threads (0: one for each physical core)."""
+    kernels: str = "auto"
+    """``auto`` (compiled where that can be had and is not slower), ``native`` (compiled, or refuse to load), ``eager``
+    (plain torch) or ``reference`` (exact single precision, slow)."""
+    kv_type: str = "f32"
+    """A cached key or value: ``f32``, ``f16``, ``bf16`` or ``q8_0``, smaller and a little less exact in this order."""
     context_length: int = 0
     """Longest request in tokens (0: the model's own, capped at 8192)."""
     dispatch_timeout_s: float = 10.0
@@ -247,6 +252,8 @@ def _from_text(section: str, key: str, text: str, source: str) -> Any:
 
 
 _CHOICES: dict[str, tuple[str, ...]] = {
+    "engine.kernels": ("auto", "native", "eager", "reference"),
+    "engine.kv_type": ("f32", "f16", "bf16", "q8_0"),
     "node.serve": ("auto", "experts", "ring", "nothing"),
     "wallet.kdf": ("interactive", "moderate", "sensitive"),
     "gateway.dispatch_wire": ("v1", "v2", "v2f16"),

@@ -9,10 +9,14 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
+import platformdirs
+
 from kvasir_console.engine.process.client import DoneEvent, EngineClient, GenerateRequest
 from kvasir_console.relay.wire.preamble import Preamble
 
 Tamper = Callable[[bytes], bytes]
+_CACHE = Path(os.environ.get("KVASIR_TEST_CACHE") or Path(platformdirs.user_cache_dir("kvasir-console")) / "test")
+"""Kept between runs: kernels take a while to compile."""
 
 
 class EngineProcess:
@@ -38,6 +42,7 @@ async def engine(runtime: Path, name: str) -> AsyncIterator[EngineProcess]:
         *("--runtime", str(runtime), "--name", name, "--threads", "1"),
         stdout=log,
         stderr=log,
+        env={**os.environ, "KVASIR_CACHE": str(_CACHE)},
     )
     os.close(log)
     client = await EngineClient.connect(runtime / f"{name}.ctl", timeout_s=60)

@@ -65,7 +65,7 @@ def _unexpected(error: Exception) -> KvasirError:
 
 
 def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    if arguments.set and arguments.command in ("local", "models", "status"):
+    if arguments.set and arguments.command in ("local", "models", "bench", "status"):
         raise UsageError("set_without_effect", f"--set has no effect on {arguments.command}.", "Leave it out.")
     match arguments.command:
         case None:
@@ -78,6 +78,10 @@ def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
             from kvasir_console.node import models_command
 
             return models_command.run(arguments)
+        case "bench":
+            from kvasir_console.bench import command as bench
+
+            return bench.run(arguments)
         case "wallet":
             return _wallet(arguments)
         case "gateway":
@@ -147,6 +151,7 @@ def _parser() -> argparse.ArgumentParser:
     _local_parser(commands.add_parser("local", help="the whole network on this machine, with real parts"))
     _models_parser(commands.add_parser("models", help="list, pull, inspect and make checkpoints"))
     _wallet_parser(commands.add_parser("wallet", help="make, import, guard and use the wallet"))
+    _bench_parser(commands.add_parser("bench", help="measure this machine, alone or against llama.cpp"))
     gateway = commands.add_parser("gateway", help="run the gateway, hub and front port (operators)")
     _setting_option(gateway, dest="command_set", default=argparse.SUPPRESS)
     status = commands.add_parser("status", help="the state of the node that runs with this KVASIR_HOME")
@@ -210,3 +215,15 @@ def _wallet_parser(parser: argparse.ArgumentParser) -> None:
     from kvasir_console.wallet import arguments
 
     arguments.add_commands(parser, lambda command: _passphrase_options(command, default=argparse.SUPPRESS))
+
+
+def _bench_parser(parser: argparse.ArgumentParser) -> None:
+    commands = parser.add_subparsers(dest="bench_command", metavar="BENCH", required=True)
+    engine = commands.add_parser("engine", help="decode, prefill and batch rates, memory and exactness")
+    engine.add_argument("--model", metavar="FILE|NAME", default="smollm2", help="a GGUF, or a name of models list")
+    engine.add_argument("--peer", metavar="xllamacpp|native|CMD", help="measure this one too, alternately")
+    engine.add_argument("--pairs", type=int, default=9, metavar="N", help="measurements of each side (default 9)")
+    engine.add_argument("--threads", type=int, default=0, metavar="N", help="compute threads (0: physical cores)")
+    engine.add_argument("--kernels", default="auto", help="auto, native, eager or reference")
+    engine.add_argument("--seed", type=int, default=0, metavar="N")
+    engine.add_argument("--json", action="store_true")

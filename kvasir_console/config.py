@@ -19,7 +19,7 @@ from typing import Any, get_type_hints
 
 from kvasir_console.errors import ConfigError
 
-RESERVED_ENVIRONMENT = frozenset({"KVASIR_HOME", "KVASIR_CACHE", "KVASIR_TEST_CACHE"})
+RESERVED_ENVIRONMENT = frozenset({"KVASIR_HOME", "KVASIR_CACHE", "KVASIR_KERNELS", "KVASIR_TEST_CACHE"})
 """Variables that move files (``paths``, and the test suite's checkpoints); they are no settings."""
 
 
@@ -58,6 +58,11 @@ class EngineConfig:
     device: str = "cpu"
     threads: int = 0
     """Compute threads (0: one for each physical core)."""
+    kernels: str = "auto"
+    """``auto`` (compiled where that can be had and is not slower), ``native`` (compiled, or refuse to load), ``eager``
+    (plain torch) or ``reference`` (exact single precision, slow)."""
+    kv_type: str = "f32"
+    """A cached key or value: ``f32``, ``f16``, ``bf16`` or ``q8_0``, smaller and a little less exact in this order."""
     context_length: int = 0
     """Longest request in tokens (0: the model's own, capped at 8192)."""
     dispatch_timeout_s: float = 10.0
@@ -257,6 +262,8 @@ def _from_text(section: str, key: str, text: str, source: str) -> Any:
 
 
 _CHOICES: dict[str, tuple[str, ...]] = {
+    "engine.kernels": ("auto", "native", "eager", "reference"),
+    "engine.kv_type": ("f32", "f16", "bf16", "q8_0"),
     "node.serve": ("auto", "experts", "ring", "nothing"),
     "wallet.commitment": ("processed", "confirmed", "finalized"),
     "wallet.kdf": ("interactive", "moderate", "sensitive"),

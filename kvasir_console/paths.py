@@ -32,28 +32,35 @@ class Paths:
     state: Path
     cache: Path
     runtime: Path
+    kernels: Path
+    """Kernels compiled for this machine and measurements of them; installations may share it (``KVASIR_KERNELS``)."""
 
     @classmethod
     def from_environment(cls, env: Mapping[str, str] | None = None) -> Paths:
         env = os.environ if env is None else env
         home = env.get("KVASIR_HOME", "").strip()
         cache = env.get("KVASIR_CACHE", "").strip()
+        kernels = env.get("KVASIR_KERNELS", "").strip()
         if home:
             root = _absolute(home)
+            caches = _absolute(cache) if cache else root / "cache"
             return cls(
                 config=root / "config",
                 data=root / "data",
                 state=root / "state",
-                cache=_absolute(cache) if cache else root / "cache",
+                cache=caches,
                 runtime=_runtime_directory(str(root), env),
+                kernels=_absolute(kernels) if kernels else caches / "kernels",
             )
         data = Path(platformdirs.user_data_dir(_APP))
+        caches = _absolute(cache) if cache else Path(platformdirs.user_cache_dir(_APP))
         return cls(
             config=Path(platformdirs.user_config_dir(_APP)),
             data=data,
             state=Path(platformdirs.user_state_dir(_APP)),
-            cache=_absolute(cache) if cache else Path(platformdirs.user_cache_dir(_APP)),
+            cache=caches,
             runtime=_runtime_directory(str(data), env),
+            kernels=_absolute(kernels) if kernels else caches / "kernels",
         )
 
     @property

@@ -24,6 +24,7 @@ def _private_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         if name.startswith("KVASIR_"):
             monkeypatch.delenv(name)
     monkeypatch.setenv("KVASIR_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("KVASIR_KERNELS", str(_MODEL_CACHE / "kernels"))  # they take a while to compile
     return
 
 

@@ -12,14 +12,39 @@ import numpy as np
 import torch
 from gguf import GGUFReader
 from gguf.quants import dequantize
-from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
+
+
+class _File:
+    """A GGUF by gguf-py: its keys, and its tensors as f32."""
+
+    def __init__(self, path: Path) -> None:
+        reader = GGUFReader(path)
+        self.keys = {n: field.contents() for n, field in reader.fields.items() if not n.startswith("tokenizer.")}
+        self.tensors = {tensor.name: tensor for tensor in reader.tensors}
+
+    def weight(self, name: str) -> torch.Tensor:
+        tensor = self.tensors[name]
+        return torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=True))
+
+
+def reference(path: Path) -> Any:
+    """The model of a GGUF, by its architecture."""
+    architecture = GGUFReader(path).fields["general.architecture"].contents()
+    return {"llama": reference_llama, "gemma3": reference_gemma3}[architecture](path)
 
 
 def reference_llama(path: Path) -> Any:
     """A ``LlamaForCausalLM``, or a ``MixtralForCausalLM`` if the GGUF has experts. Weights are held once."""
-    reader = GGUFReader(path)
-    keys = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("tokenizer.")}
-    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    file = _File(path)
+    keys, tensors, weight = file.keys, file.tensors, file.weight
     n_expert = keys.get("llama.expert_count", 0)
     n_head, n_head_kv = keys["llama.attention.head_count"], keys["llama.attention.head_count_kv"]
     n_embd, n_vocab = (int(size) for size in tensors["token_embd.weight"].shape)
@@ -37,10 +62,6 @@ def reference_llama(path: Path) -> Any:
         "tie_word_embeddings": "output.weight" not in tensors,
         "attn_implementation": "eager",
     }
-
-    def weight(name: str) -> torch.Tensor:
-        tensor = tensors[name]
-        return torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=True))
 
     def unpermuted(name: str, heads: int) -> torch.Tensor:
         rows = weight(name)
@@ -89,6 +110,64 @@ def reference_llama(path: Path) -> Any:
     return model.eval()
 
 
+def reference_gemma3(path: Path) -> Any:
+    """A ``Gemma3ForCausalLM``. A GGUF's norm weights have the one added that the network adds to them."""
+    file = _File(path)
+    keys, weight = file.keys, file.weight
+    n_layer, head_dim = keys["gemma3.block_count"], keys["gemma3.attention.key_length"]
+    n_embd, n_vocab = (int(size) for size in file.tensors["token_embd.weight"].shape)
+    config = Gemma3TextConfig(
+        vocab_size=n_vocab,
+        hidden_size=n_embd,
+        intermediate_size=keys["gemma3.feed_forward_length"],
+        num_hidden_layers=n_layer,
+        num_attention_heads=keys["gemma3.attention.head_count"],
+        num_key_value_heads=keys["gemma3.attention.head_count_kv"],
+        head_dim=head_dim,
+        query_pre_attn_scalar=head_dim,
+        rms_norm_eps=keys["gemma3.attention.layer_norm_rms_epsilon"],
+        max_position_embeddings=keys["gemma3.context_length"],
+        sliding_window=keys["gemma3.attention.sliding_window"],
+        rope_parameters={
+            "full_attention": {"rope_type": "default", "rope_theta": keys["gemma3.rope.freq_base"]},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+        },
+        layer_types=["full_attention" if layer % 6 == 5 else "sliding_attention" for layer in range(n_layer)],
+        tie_word_embeddings=True,
+        attn_implementation="eager",
+    )
+    with torch.device("meta"):
+        model: Any = Gemma3ForCausalLM(config)
+    model.model.rotary_emb = type(model.model.rotary_emb)(config)
+    model.model.embed_tokens.embed_scale = torch.tensor(float(n_embd) ** 0.5)
+    table = weight("token_embd.weight")
+    state = {"model.embed_tokens.weight": table, "lm_head.weight": table}
+    state["model.norm.weight"] = weight("output_norm.weight") - 1
+    matrices = {
+        "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output",
+        "mlp.gate_proj": "ffn_gate",
+        "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down",
+    }
+    norms = {
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "post_attention_norm",
+        "pre_feedforward_layernorm": "ffn_norm",
+        "post_feedforward_layernorm": "post_ffw_norm",
+        "self_attn.q_norm": "attn_q_norm",
+        "self_attn.k_norm": "attn_k_norm",
+    }
+    for layer in range(n_layer):
+        ours, theirs = f"blk.{layer}", f"model.layers.{layer}"
+        state |= {f"{theirs}.{there}.weight": weight(f"{ours}.{here}.weight") for there, here in matrices.items()}
+        state |= {f"{theirs}.{there}.weight": weight(f"{ours}.{here}.weight") - 1 for there, here in norms.items()}
+    model.load_state_dict(state, strict=True, assign=True)
+    return model.eval()
+
+
 def logits(model: Any, ids: list[int]) -> torch.Tensor:
     """(tokens, vocabulary) f32 for each position of ``ids``."""
     with torch.inference_mode():
@@ -98,7 +177,7 @@ def logits(model: Any, ids: list[int]) -> torch.Tensor:
 
 def greedy(path: Path, ids: list[int], n: int) -> list[int]:
     """The ``n`` most probable next tokens, one after the other."""
-    model = reference_llama(path)
+    model = reference(path)
     settings = {"do_sample": False, "max_new_tokens": n, "eos_token_id": None, "pad_token_id": 0}
     with torch.inference_mode():
         whole = model.generate(torch.tensor([ids]), attention_mask=torch.ones(1, len(ids)), **settings)

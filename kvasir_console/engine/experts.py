@@ -10,17 +10,23 @@ three pairs or more of a row, the association of the additions differs, and with
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kvasir_console.engine.checkpoint.gguf import Checkpoint
+from kvasir_console.engine.checkpoint.gguf import Checkpoint, TensorInfo
+from kvasir_console.engine.checkpoint.shard_info import EXPERT_TENSORS
 from kvasir_console.engine.checkpoint.window import expert_ranges
-from kvasir_console.engine.kernels import linear, pad_rows, swiglu
-from kvasir_console.engine.weights import OnRead, read_rows, storage_bytes
+from kvasir_console.engine.forms import REFERENCE, Forms
+from kvasir_console.engine.kernels import swiglu
+from kvasir_console.engine.linear import Linear, Rows
+from kvasir_console.engine.native import Library, NativeExperts, NativeLinear
+from kvasir_console.engine.native.experts import weighted_sum
+from kvasir_console.engine.weights import Holding, OnRead, stored_rows
 from kvasir_console.errors import RequestError
 
 ExpertCompute = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -29,16 +35,39 @@ ExpertCompute = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 Indices = np.ndarray[Any, np.dtype[np.int64]]
 
 
+@dataclass(frozen=True, slots=True)
+class Expert:
+    """One SwiGLU network."""
+
+    gate_up: Linear  # (2F, D)
+    down: Linear  # (D, F)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """(R, D) to (R, D)."""
+        return self.down(swiglu(self.gate_up(x)))
+
+
 class ExpertBank:
-    """The experts ``[begin, end)`` of one layer, in float32."""
+    """The experts ``[begin, end)`` of one layer."""
 
-    __slots__ = ("_down", "_gate_up", "begin", "end", "layer", "n_embd", "n_ff")
-
-    def __init__(self, layer: int, begin: int, end: int, gate_up: Tensor, down: Tensor) -> None:
+    def __init__(
+        self,
+        layer: int,
+        begin: int,
+        end: int,
+        experts: Sequence[Expert],
+        device: torch.device | str = "cpu",
+        library: Library | None = None,
+    ) -> None:
         self.layer, self.begin, self.end = layer, begin, end
-        self.n_embd, self.n_ff = down.shape[1], down.shape[2]
-        self._gate_up = gate_up  # (E, 2F, D)
-        self._down = down  # (E, D, F)
+        self.n_embd, self.n_ff = experts[0].down.n_out, experts[0].down.n_in
+        self.pairs = np.zeros(end - begin, dtype=np.int64)
+        """Pairs that each expert has computed."""
+        self._experts = experts
+        self._device = device
+        self._library = library
+        self.compiled = None if library is None else _compiled(experts, library)
+        """The experts as the compiled kernels take them, if all are in their form."""
 
     @classmethod
     def load(
@@ -48,6 +77,7 @@ class ExpertBank:
         begin: int,
         end: int,
         *,
+        forms: Forms = REFERENCE,
         device: torch.device | str = "cpu",
         on_read: OnRead | None = None,
     ) -> ExpertBank:
@@ -57,32 +87,44 @@ class ExpertBank:
             ModelError: the file does not hold them, or in a type that cannot be read.
         """
         gate, up, down = expert_ranges(checkpoint, layer, begin, end)
-        n_embd, n_ff = gate[0].dims[:2]
-        count = end - begin
-        # Input-major, like every matrix that multiplies rows (see ``weights``).
-        weights_in = torch.empty(count, n_embd, 2 * n_ff, dtype=torch.float32, device=device).mT
-        weights_out = torch.empty(count, n_ff, n_embd, dtype=torch.float32, device=device).mT
-        for (tensor, first, last), place in (
-            (gate, weights_in[:, :n_ff]),
-            (up, weights_in[:, n_ff:]),
-            (down, weights_out),
-        ):
-            expert_bytes = (last - first) // count
-            for expert in range(count):
-                at = first + expert * expert_bytes
-                read_rows(checkpoint, tensor, place[expert], first_byte=at, on_read=on_read)
-        return cls(layer, begin, end, weights_in, weights_out)
+
+        def rows(which: tuple[TensorInfo, int, int], expert: int) -> Rows:
+            tensor, first, last = which
+            expert_bytes = (last - first) // (end - begin)
+            at = first + expert * expert_bytes
+            return stored_rows(checkpoint, tensor, at, at + expert_bytes, on_read)
+
+        experts = [
+            Expert(
+                gate_up=forms.linear([rows(gate, expert), rows(up, expert)], device),
+                down=forms.linear([rows(down, expert)], device),
+            )
+            for expert in range(end - begin)
+        ]
+        return cls(layer, begin, end, experts, device, forms.library)
+
+    @property
+    def holdings(self) -> list[Holding]:
+        """What is held of the layer's three tensors, expert by expert."""
+        gate, up, down = (f"blk.{self.layer}.{part}.weight" for part in EXPERT_TENSORS)
+        each = [
+            (
+                Holding((gate, up), (self.n_ff, self.n_ff), expert.gate_up),
+                Holding((down,), (self.n_embd,), expert.down),
+            )
+            for expert in self._experts
+        ]
+        return [holding for pair in each for holding in pair]
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The three tensors by their names in the file: gate and up (E, F, D), down (E, D, F)."""
-        yield f"blk.{self.layer}.ffn_gate_exps.weight", self._gate_up[:, : self.n_ff]
-        yield f"blk.{self.layer}.ffn_up_exps.weight", self._gate_up[:, self.n_ff :]
-        yield f"blk.{self.layer}.ffn_down_exps.weight", self._down
+        """The storages of each expert in turn, by the names of the tensors in the file."""
+        for holding in self.holdings:
+            yield from holding.named_tensors()
 
     @property
     def tensor_bytes(self) -> int:
         """Bytes of weights held."""
-        return storage_bytes((self._gate_up, self._down))
+        return sum(holding.n_bytes for holding in self.holdings)
 
     def outputs(self, rows: Tensor, row_idx: Tensor, ids: Tensor) -> Tensor:
         """What each expert answers, without weights.
@@ -101,12 +143,16 @@ class ExpertBank:
         pair_rows, pair_ids = _indices(row_idx), _indices(ids)
         _check_range("row", pair_rows, rows.shape[0])
         _check_range("expert", pair_ids, self.end - self.begin)
-        rows = rows.to(self._down.device)
+        rows = rows.to(self._device)
+        self.pairs += np.bincount(pair_ids, minlength=len(self.pairs))
+        if self.compiled is not None:
+            return self.compiled.outputs(rows.contiguous(), torch.from_numpy(pair_rows), torch.from_numpy(pair_ids))
+        if len(rows) == 1 and len(set(pair_ids.tolist())) == len(pair_ids):
+            each = [self._experts[expert](rows) for expert in pair_ids.tolist()]
+            return torch.cat(each) if each else rows.new_empty(0, self.n_embd)
         out = rows.new_empty(len(pair_ids), self.n_embd)
         for expert, pairs in _groups(pair_ids):
-            x = pad_rows(rows[torch.from_numpy(pair_rows[pairs])])  # (n', D)
-            hidden = swiglu(linear(x, self._gate_up[expert]))  # (n', F)
-            out[torch.from_numpy(pairs)] = linear(hidden, self._down[expert])[: len(pairs)]
+            out[torch.from_numpy(pairs)] = self._experts[expert](rows[torch.from_numpy(pair_rows[pairs])])
         return out
 
     def weighted_sum(self, rows: Tensor, row_idx: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
@@ -119,6 +165,9 @@ class ExpertBank:
             RequestError: ``pair_out_of_range``.
         """
         terms = self.outputs(rows, row_idx, ids)
+        if self._library is not None and self.compiled is not None:
+            pair_rows = torch.from_numpy(_indices(row_idx))
+            return weighted_sum(self._library, terms, pair_rows, weights.float().contiguous(), rows.shape[0])
         terms *= weights.to(terms.device).unsqueeze(1)
         return _sum_by_row(terms, _indices(row_idx), rows.shape[0])
 
@@ -127,6 +176,23 @@ class ExpertBank:
         T, K = ids.shape
         row_idx = torch.arange(T).repeat_interleave(K)
         return self.weighted_sum(x, row_idx, ids.reshape(-1) - self.begin, weights.reshape(-1))
+
+
+def local_experts(banks: Mapping[int, ExpertBank]) -> ExpertCompute:
+    """Computes each layer's experts by its bank, which holds all of them; the sum is on the device of ``x``."""
+
+    def compute(layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        return banks[layer].routed(x, ids, weights).to(x.device)
+
+    return compute
+
+
+def _compiled(experts: Sequence[Expert], library: Library) -> NativeExperts | None:
+    gate_up = [expert.gate_up for expert in experts if isinstance(expert.gate_up, NativeLinear)]
+    down = [expert.down for expert in experts if isinstance(expert.down, NativeLinear)]
+    if not len(gate_up) == len(down) == len(experts):
+        return None
+    return NativeExperts(gate_up, down, library)
 
 
 def _indices(values: Tensor) -> Indices:

@@ -1,16 +1,14 @@
-"""Tensors of a checkpoint as float32 matrices, dequantised once and held once.
+"""A window's tensors, handed out by name: vectors and tables as they are, matrices in the form that was chosen.
 
-Blocks are read from the file's map a chunk at a time, straight into their place in the result, so loading needs the
-result and a few megabytes, however large a matrix is. No raw bytes are kept.
-
-A matrix (n_out, n_in) that multiplies rows lies in memory input-major, as the transpose of a contiguous (n_in, n_out):
-a single row's product then reads memory in order, half as fast again as the other way round (26 against 17 GB/s here).
+Blocks are read from the file's map a few megabytes at a time and packed into their place, so loading needs the result
+and little more. ``Holding`` remembers what became of each tensor.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,42 +16,54 @@ import torch
 from torch import Tensor
 
 from kvasir_console.engine.checkpoint.gguf import Checkpoint, TensorInfo
+from kvasir_console.engine.forms import Forms
+from kvasir_console.engine.linear import DenseLinear, Linear, Rows, StoredTable, Table
 from kvasir_console.engine.quant import dequantize
 from kvasir_console.errors import ModelError
-
-CHUNK_VALUES = 2**20
-"""Values dequantised at a time, unless one row has more."""
 
 OnRead = Callable[[int], None]
 """Told the number of stored bytes read since it was told last."""
 
 
-def read_rows(
-    checkpoint: Checkpoint, tensor: TensorInfo, out: Tensor, *, first_byte: int = 0, on_read: OnRead | None = None
-) -> None:
-    """Dequantise consecutive rows of ``tensor``, from ``first_byte`` on, into ``out`` (rows, n_in).
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """What is held for one or several tensors of the file, which lie one below the other."""
 
-    Raises:
-        ModelError: ``unsupported_quant``, from ``quant.dequantize``.
-    """
-    n_rows, n_in = out.shape
+    names: tuple[str, ...]
+    heights: tuple[int, ...]
+    """Rows of each."""
+    held: Tensor | Linear | Table
+
+    @property
+    def n_bytes(self) -> int:
+        return self.held.nbytes if isinstance(self.held, Tensor) else self.held.n_bytes
+
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The storages by the names of the tensors in them; of f32 values, each tensor's own rows."""
+        if isinstance(self.held, Tensor):
+            yield self.names[0], self.held
+        elif isinstance(self.held, DenseLinear):
+            yield from zip(self.names, torch.split(self.held.weight, list(self.heights)), strict=True)
+        else:
+            yield from ((name, tensor) for name in self.names for tensor in self.held.tensors())
+
+
+def stored_rows(
+    checkpoint: Checkpoint, tensor: TensorInfo, begin: int = 0, end: int | None = None, on_read: OnRead | None = None
+) -> Rows:
+    """The rows in the bytes ``[begin, end)`` of ``tensor``."""
+    n_in = tensor.dims[0]
     row_bytes = tensor.n_bytes // math.prod(tensor.dims[1:])
-    step = max(1, CHUNK_VALUES // n_in)
-    scratch = torch.empty(min(step, n_rows) * row_bytes, dtype=torch.uint8)
-    for row in range(0, n_rows, step):
-        count = min(step, n_rows - row)
-        begin = first_byte + row * row_bytes
-        raw = scratch[: count * row_bytes]
-        raw.numpy()[:] = np.frombuffer(checkpoint.raw(tensor, begin, begin + count * row_bytes), dtype=np.uint8)
-        out[row : row + count] = dequantize(raw.to(out.device), tensor.type).view(count, n_in)
+    end = tensor.n_bytes if end is None else end
+
+    def read(first: int, last: int) -> Tensor:
+        raw = checkpoint.raw(tensor, begin + first * row_bytes, begin + last * row_bytes)
+        copy = torch.from_numpy(np.frombuffer(raw, dtype=np.uint8).copy())
         if on_read is not None:
-            on_read(count * row_bytes)
+            on_read(len(copy))
+        return copy.view(last - first, row_bytes)
 
-
-def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the distinct storages behind ``tensors``."""
-    storages = {storage.data_ptr(): storage.nbytes() for storage in (tensor.untyped_storage() for tensor in tensors)}
-    return sum(storages.values())
+    return Rows(tensor.type, (end - begin) // row_bytes, n_in, read)
 
 
 class WindowReader:
@@ -63,13 +73,17 @@ class WindowReader:
         self,
         checkpoint: Checkpoint,
         tensors: Iterable[TensorInfo],
+        forms: Forms,
         *,
         device: torch.device | str = "cpu",
         on_read: OnRead | None = None,
     ) -> None:
         self.metadata: Mapping[str, Any] = checkpoint.metadata
+        self.holdings: list[Holding] = []
+        """What was handed out, in that order."""
         self._checkpoint = checkpoint
         self._left = {tensor.name: tensor for tensor in tensors}
+        self.forms = forms
         self._device = device
         self._on_read = on_read
 
@@ -77,24 +91,42 @@ class WindowReader:
         return name in self._left
 
     def vector(self, name: str) -> Tensor:
-        """A tensor of one dimension, (n,)."""
-        return self.table(name).view(-1)
+        """A tensor of one dimension, (n,) f32."""
+        rows = self._rows(name)
+        out = torch.cat([dequantize(raw.to(self._device).view(-1), rows.type) for _, raw in rows.chunks()])
+        self.holdings.append(Holding((name,), (rows.count,), out))
+        return out
 
-    def table(self, name: str) -> Tensor:
-        """A matrix (n, width) whose rows are looked up: contiguous."""
+    def table(self, name: str) -> Table:
+        """A matrix whose rows are looked up, held as it is stored."""
+        rows = self._rows(name)
+        table = StoredTable.pack(rows, self._device)
+        self.holdings.append(Holding((name,), (rows.count,), table))
+        return table
+
+    def matrix(self, *names: str) -> Linear:
+        """A matrix, or several with the same ``n_in`` one below the other."""
+        parts = [self._rows(name) for name in names]
+        linear = self.forms.linear(parts, self._device)
+        self.holdings.append(Holding(names, tuple(part.count for part in parts), linear))
+        return linear
+
+    def tied(self, name: str, *, lookups: bool) -> tuple[Table | None, Linear]:
+        """A matrix that multiplies rows and, if ``lookups``, whose own rows are looked up: one storage, unless its form
+        cannot give rows back; then it is held twice, once as stored."""
+        tensor = self._left[name]
+        linear = self.matrix(name)
+        if not lookups:
+            return None, linear
+        if isinstance(linear, Table):
+            return linear, linear
+        table = StoredTable.pack(stored_rows(self._checkpoint, tensor), self._device)
+        self.holdings.append(Holding((name,), (table.count,), table))
+        return table, linear
+
+    def _rows(self, name: str) -> Rows:
         tensor = self._left.pop(name)
-        out = torch.empty(math.prod(tensor.dims[1:]), tensor.dims[0], dtype=torch.float32, device=self._device)
-        read_rows(self._checkpoint, tensor, out, on_read=self._on_read)
-        return out
-
-    def matrix(self, *names: str) -> Tensor:
-        """A matrix (n_out, n_in), or several with the same ``n_in`` one below the other in one storage; input-major."""
-        tensors = [self._left.pop(name) for name in names]
-        heights = [math.prod(tensor.dims[1:]) for tensor in tensors]
-        out = torch.empty(tensors[0].dims[0], sum(heights), dtype=torch.float32, device=self._device).t()
-        for tensor, part in zip(tensors, torch.split(out, heights), strict=True):
-            read_rows(self._checkpoint, tensor, part, on_read=self._on_read)
-        return out
+        return stored_rows(self._checkpoint, tensor, on_read=self._on_read)
 
     def finish(self) -> None:
         """Check that every tensor was taken: one that is left would be missing from the computation.

@@ -64,7 +64,8 @@ class Member:
 
     @property
     def environment(self) -> dict[str, str]:
-        return {"KVASIR_HOME": str(self.paths.config.parent)}
+        """Kernels are compiled for a machine, so its processes share them; nothing else is shared."""
+        return {"KVASIR_HOME": str(self.paths.config.parent), "KVASIR_KERNELS": str(Paths.from_environment().kernels)}
 
     @property
     def node_socket(self) -> Path:

@@ -164,7 +164,7 @@ class Engine:
         self._on_ready = on_ready
         self._on_exit = on_exit
         arguments = ["--runtime", str(runtime), "--name", name, "--device", config.device]
-        arguments += ["--threads", str(config.threads)]
+        arguments += ["--threads", str(config.threads), "--kernels", config.kernels, "--kv-type", config.kv_type]
         self._child = ChildProcess(f"engine {name}", module_argv("kvasir_console.engine.process", *arguments), log_file)
         self.restarts = 0
 

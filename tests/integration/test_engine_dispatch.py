@@ -151,7 +151,7 @@ async def test_the_other_wires_carry_the_same_computation(moe: Path, tmp_path: P
             await connected(trunk, 1)
             remote = await complete(trunk.client, NETWORK)
             (coverage,) = await trunk.client.coverage()
-    a, b = logits(remote.trace_path)[0], logits(local.trace_path)[0]
+    a, b = (logits(done.trace_path)[0].astype(np.float64) for done in (remote, local))
     cosine = float(a @ b / np.linalg.norm(a) / np.linalg.norm(b))
     assert coverage["wire"] == wire
     assert remote.pairs_remote == remote.rows * TOP_K

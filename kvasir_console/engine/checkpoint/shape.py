@@ -57,6 +57,8 @@ class ModelShape:
     """Whether the embedding table is also the output projection."""
     moe_layers: tuple[int, ...]
     """The layers of this file that hold routed experts."""
+    sliding_window: int
+    """How many positions a local layer sees, its own included; 0 if the architecture has none."""
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, window: tuple[int, int] | None = None) -> ModelShape:
@@ -197,6 +199,7 @@ def _claimed(checkpoint: Checkpoint, keys: _Keys, n_layer: int) -> ModelShape:
         expert_weights_scale=keys.real("expert_weights_scale", 1.0) or 1.0,
         tied_output=tied if isinstance(tied, bool) else "output.weight" not in checkpoint.tensors,
         moe_layers=moe_layers,
+        sliding_window=keys.size("attention.sliding_window", 0, least=0) if keys.architecture == "gemma3" else 0,
     )
 
 
@@ -263,6 +266,11 @@ def _block(
         if norm:
             # Most architectures normalise each head; OLMoE normalises all heads together.
             yield norm.name, (width if norm.dims == (width[0],) else head,)
+    if shape.architecture == "gemma3":
+        yield block + "attn_q_norm.weight", (head,)
+        yield block + "attn_k_norm.weight", (head,)
+        yield block + "post_attention_norm.weight", (embd,)
+        yield block + "post_ffw_norm.weight", (embd,)
     yield block + "attn_output.weight", (queries, embd)
     yield block + "ffn_norm.weight", (embd,)
     if layer in shape.moe_layers or (shape.n_expert and f"{block}ffn_gate.weight" not in checkpoint.tensors):

@@ -1,15 +1,11 @@
-"""The llama architecture, dense or mixture-of-experts, over float32 weights: the exact reference.
+"""The llama architecture, dense or mixture-of-experts.
 
 Contract: a ``Llama`` holds the layers ``[begin, end)``, with the embedding table if it begins the model and the final
-norm and output projection if it ends it. Rows are consecutive tokens of one sequence:
+norm and output projection if it ends it. Rows are consecutive tokens of the sequences in ``spans``:
 
-    hidden = embed(tokens)                                   (T,) -> (T, D)
-    hidden = forward(hidden, cache, position, experts)       (T, D) -> (T, D)
-    logits = head(hidden)                                    (R, D) -> (R, V)
-
-``forward`` takes at most the rows of one KV block (``kvcache.BLOCK_ROWS``) and never crosses the end of a block; the
-caller cuts. Attention then sums over whole blocks, and a row's bits depend only on whether it comes among few rows or
-many (see ``kernels``).
+    hidden = embed(tokens)                     (T,) -> (T, D)
+    hidden = forward(hidden, spans, experts)   (T, D) -> (T, D)
+    logits = head(hidden)                      (R, D) -> (R, V)
 
 The network (Touvron et al., arXiv 2302.13971; the mixture, Jiang et al., arXiv 2401.04088):
 
@@ -19,51 +15,54 @@ The network (Touvron et al., arXiv 2302.13971; the mixture, Jiang et al., arXiv 
 In a GGUF of this architecture the rows of the query and key matrices are permuted, so that the pairs that rotary
 embedding turns lie side by side.
 
-Dimensions: T rows (T' padded by ``pad_rows``), D n_embd, H query heads, J key-value heads, G = H / J, h head_dim,
-S positions in the cache's blocks, F feed-forward width, E experts, K experts used, V vocabulary.
+Dimensions: T rows, D n_embd, H query heads, J key-value heads, h head_dim, F feed-forward width, E experts, K experts
+used, V vocabulary.
 """
 
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvasir_console.engine import native
+from kvasir_console.engine.attention import Attention
 from kvasir_console.engine.checkpoint.shape import ModelShape
-from kvasir_console.engine.experts import ExpertCompute
-from kvasir_console.engine.kernels import ROW_TILE, linear, pad_rows, rms_norm, swiglu, tile_rows
-from kvasir_console.engine.kvcache import KVCache, blocks_end
+from kvasir_console.engine.experts import ExpertBank, ExpertCompute, local_experts
+from kvasir_console.engine.kernels import rms_norm, rotate_pairs, swiglu, turns
+from kvasir_console.engine.kvcache import Span, positions
+from kvasir_console.engine.linear import Linear, Table
+from kvasir_console.engine.models.fused import fuse, packed
+from kvasir_console.engine.models.rope import frequencies
+from kvasir_console.engine.native import DecoderLayer
 from kvasir_console.engine.weights import WindowReader
-from kvasir_console.errors import ModelError
 
 
 @dataclass(frozen=True, slots=True)
 class Dense:
     """A SwiGLU network."""
 
-    gate_up: Tensor  # (2F, D)
-    down: Tensor  # (D, F)
+    gate_up: Linear  # (2F, D)
+    down: Linear  # (D, F)
 
 
 @dataclass(frozen=True, slots=True)
 class Router:
     """Chooses each row's experts; the experts themselves are the stage's, or other machines'."""
 
-    weight: Tensor  # (E, D)
+    weight: Linear  # (E, D)
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Weights of one layer, float32. Matrices that read the same rows are one storage."""
+    """Weights of one layer. Matrices that read the same rows are one."""
 
     attn_norm: Tensor  # (D,)
-    qkv: Tensor  # ((H + 2J) h, D)
-    attn_output: Tensor  # (D, H h)
+    qkv: Linear  # ((H + 2J) h, D)
+    attn_output: Linear  # (D, H h)
     ffn_norm: Tensor  # (D,)
     feed_forward: Dense | Router
 
@@ -87,74 +86,85 @@ class Block:
 class Llama:
     """Layers ``[begin, end)`` of a llama model."""
 
-    def __init__(self, read: WindowReader, shape: ModelShape, begin: int, end: int) -> None:
+    def __init__(
+        self, read: WindowReader, shape: ModelShape, begin: int, end: int, banks: Mapping[int, ExpertBank]
+    ) -> None:
         first, last = begin == 0, end == shape.n_layer
         self._shape = shape
         self._begin = begin
-        tied = shape.tied_output and last
-        table: Tensor | None = None
-        if tied:
-            table = read.matrix("token_embd.weight")
+        self._embedding: Table | None = None  # (V, D)
+        self._output: Linear | None = None  # (V, D)
+        if last and shape.tied_output:
+            self._embedding, self._output = read.tied("token_embd.weight", lookups=first)
         elif first:
-            table = read.table("token_embd.weight")
-        self._embedding = table if first else None  # (V, D)
+            self._embedding = read.table("token_embd.weight")
         self._blocks = [Block.load(read, layer) for layer in range(begin, end)]
-        self._output_norm = read.vector("output_norm.weight") if last else None  # (D,)
-        self._output: Tensor | None = None  # (V, D)
         if last:
-            self._output = table if tied else read.matrix("output.weight")
-        self._frequencies = _frequencies(read, shape)  # (rope_dim / 2,) f64
+            self._output_norm = read.vector("output_norm.weight")  # (D,)
+            self._output = self._output or read.matrix("output.weight")
+        self._frequencies = frequencies(read, shape)  # (rope_dim / 2,) f64
+        self._scale = shape.head_dim**-0.5
+        self._own_experts = local_experts(banks)
+        self._fused = fuse(
+            read.forms.library,
+            shape,
+            begin,
+            banks,
+            lambda: [self._compiled(block) for block in self._blocks],
+            {i: b.feed_forward.weight for i, b in enumerate(self._blocks) if isinstance(b.feed_forward, Router)},
+            self._angles,
+            self._plain,
+        )
+        self.panels = self._fused is not None
 
     def embed(self, tokens: Tensor) -> Tensor:
         """(T,) to (T, D)."""
         assert self._embedding is not None  # noqa: S101 - the stage refuses before
-        return self._embedding.index_select(0, tokens)  # contiguous, whichever way the table lies
+        return self._embedding.rows(tokens)
 
-    def forward(self, hidden: Tensor, cache: KVCache, position: int, experts: ExpertCompute) -> Tensor:
-        """(T, D) at ``position`` to (T, D); rows were reserved in ``cache`` and are committed by the caller."""
-        T = hidden.shape[0]
-        x = pad_rows(hidden)  # (T', D)
-        eps = self._shape.norm_eps
-        turns = self._turns(position, x.shape[0]).to(hidden.device)
-        mask = _causal_mask(position, T + -T % ROW_TILE, blocks_end(position + T), hidden.device)
-        for index, block in enumerate(self._blocks):
-            x = x + self._attention(block, index, rms_norm(x, block.attn_norm, eps), T, turns, mask, cache)
+    def forward(self, hidden: Tensor, spans: Sequence[Span], experts: ExpertCompute | None) -> Tensor:
+        """(T, D) to (T, D); rows were reserved in the spans' caches and are committed by the caller.
+
+        ``experts`` computes the routed experts; ``None`` means by this machine's own banks.
+        """
+        if self._fused is not None:
+            return self._fused.forward(hidden, spans, self._angles(spans), experts)
+        return self._plain(hidden, spans, experts)
+
+    def _plain(
+        self, hidden: Tensor, spans: Sequence[Span], experts: ExpertCompute | None, count: int | None = None
+    ) -> Tensor:
+        """Through the first ``count`` layers, operation by operation."""
+        x, eps = hidden, self._shape.norm_eps
+        experts = experts or self._own_experts
+        attend = Attention(spans, self._shape.n_head, self._scale, hidden.device)
+        (angles,) = (each.to(hidden.device) for each in self._angles(spans))
+        for index, block in enumerate(self._blocks[:count]):
+            x = x + self._attention(block, index, rms_norm(x, block.attn_norm, eps), angles, attend)
             normed = rms_norm(x, block.ffn_norm, eps)
             network = block.feed_forward
             if isinstance(network, Router):
-                ids, weights = self._route(network, normed, T)
-                x[:T] += experts(self._begin + index, normed[:T], ids, weights)
+                x = x + experts(self._begin + index, normed, *self._route(network, normed))
             else:
-                x += linear(swiglu(linear(normed, network.gate_up)), network.down)
-        return x[:T]
+                x = x + network.down(swiglu(network.gate_up(normed)))
+        return x
 
     def head(self, hidden: Tensor) -> Tensor:
         """(R, D) to (R, V)."""
-        assert self._output_norm is not None  # noqa: S101 - the stage refuses before
-        assert self._output is not None  # noqa: S101
-        normed = rms_norm(pad_rows(hidden), self._output_norm, self._shape.norm_eps)
-        return linear(normed, self._output)[: hidden.shape[0]]
+        assert self._output is not None  # noqa: S101 - the stage refuses before
+        return self._output(rms_norm(hidden, self._output_norm, self._shape.norm_eps))
 
-    def _attention(
-        self, block: Block, index: int, x: Tensor, T: int, turns: Tensor, mask: Tensor, cache: KVCache
-    ) -> Tensor:
+    def _attention(self, block: Block, index: int, x: Tensor, angles: Tensor, attend: Attention) -> Tensor:
         H, J, h = self._shape.n_head, self._shape.n_head_kv, self._shape.head_dim
-        qkv = linear(x, block.qkv).view(-1, H + 2 * J, h)  # (T', ., h)
-        _rotate(qkv[:, : H + J, : self._shape.rope_dim], turns)
-        keys, values = cache.write(index, qkv[:T, H : H + J], qkv[:T, H + J :])  # (S, J, h)
-        # One product covers the G queries of each of the rows, so few rows would be few for one G and many for another.
-        q = tile_rows(qkv[:, :H] * h**-0.5)  # (T", H, h)
-        G, rows = H // J, len(q)
-        q = q.view(rows, J, G, h).permute(1, 2, 0, 3).reshape(J, G * rows, h)
-        scores = torch.bmm(q, keys.permute(1, 2, 0)).view(J, G, rows, -1)  # (J, G, T", S)
-        attention = scores.add_(mask).softmax(dim=-1).view(J, G * rows, -1)
-        mixed = torch.bmm(attention, values.transpose(0, 1)).view(J, G, rows, h)
-        return linear(mixed.permute(2, 0, 1, 3).reshape(rows, H * h)[: len(x)], block.attn_output)
+        qkv = block.qkv(x).view(-1, H + 2 * J, h)  # (T, ., h)
+        rotate_pairs(qkv[:, : H + J, : self._shape.rope_dim], angles)
+        mixed = attend(index, qkv[:, :H], qkv[:, H:].view(-1, 2, J, h))  # (T, H h)
+        return block.attn_output(mixed)
 
-    def _route(self, router: Router, x: Tensor, T: int) -> tuple[Tensor, Tensor]:
-        """The K most probable experts of each of T rows, the lowest id first among equals, and their weights."""
+    def _route(self, router: Router, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The K most probable experts of each row, the lowest id first among equals, and their weights: (T, K) each."""
         shape = self._shape
-        probabilities = linear(x, router.weight)[:T].softmax(dim=-1)  # (T, E)
+        probabilities = router.weight(x).softmax(dim=-1)  # (T, E)
         ordered, ids = probabilities.sort(dim=-1, descending=True, stable=True)
         weights = ordered[:, : shape.n_expert_used]  # (T, K)
         if shape.expert_weights_norm:
@@ -162,71 +172,22 @@ class Llama:
             weights = weights / functools.reduce(torch.add, weights.unbind(1)).unsqueeze(1)
         return ids[:, : shape.n_expert_used], weights * shape.expert_weights_scale
 
-    def _turns(self, position: int, count: int) -> Tensor:
-        """(count, 1, rope_dim / 2) complex64: the turn of each pair at each position from ``position`` on."""
-        positions = torch.arange(position, position + count, dtype=torch.float64)
-        angles = torch.outer(positions, self._frequencies)
-        # In double precision up to here: at position 8192 a float32 angle is off by half a thousandth.
-        return torch.complex(angles.cos().float(), angles.sin().float()).unsqueeze(1)
+    def _angles(self, spans: Sequence[Span]) -> list[Tensor]:
+        return [turns(positions(spans), self._frequencies)]
 
-    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor held, by its name in the file."""
-        shape = self._shape
-        heads = [shape.n_head * shape.head_dim] + [shape.n_head_kv * shape.head_dim] * 2
-        if self._embedding is not None:
-            yield "token_embd.weight", self._embedding
-        for layer, block in enumerate(self._blocks, self._begin):
-            name = f"blk.{layer}."
-            yield name + "attn_norm.weight", block.attn_norm
-            yield from zip((f"{name}attn_{part}.weight" for part in "qkv"), torch.split(block.qkv, heads), strict=True)
-            yield name + "attn_output.weight", block.attn_output
-            yield name + "ffn_norm.weight", block.ffn_norm
-            if isinstance(block.feed_forward, Router):
-                yield name + "ffn_gate_inp.weight", block.feed_forward.weight
-            else:
-                gate, up = block.feed_forward.gate_up.chunk(2)
-                yield name + "ffn_gate.weight", gate
-                yield name + "ffn_up.weight", up
-                yield name + "ffn_down.weight", block.feed_forward.down
-        if self._output_norm is not None and self._output is not None:
-            yield "output_norm.weight", self._output_norm
-            if not shape.tied_output:
-                yield "output.weight", self._output
-            elif self._embedding is None:
-                yield "token_embd.weight", self._output
-
-
-def _rotate(x: Tensor, turns: Tensor) -> None:
-    """Turn pairs (2i, 2i + 1) of (T', heads, rope_dim) in place (Su et al., arXiv 2104.09864)."""
-    torch.view_as_complex(x.view(*x.shape[:-1], -1, 2)).mul_(turns)
-
-
-def _causal_mask(position: int, count: int, S: int, device: torch.device) -> Tensor:
-    """(count, S): 0 where row ``position + t`` may look, minus infinity at later positions."""
-    rows = torch.arange(position, position + count, device=device).unsqueeze(1)
-    later = torch.arange(S, device=device) > rows
-    return torch.zeros(count, S, device=device).masked_fill_(later, -math.inf)
-
-
-def _frequencies(read: WindowReader, shape: ModelShape) -> Tensor:
-    """Angle per position of each pair, (rope_dim / 2,) f64, with the file's linear scaling and per-pair factors."""
-    even = torch.arange(0, shape.rope_dim, 2, dtype=torch.float64)
-    frequencies = shape.rope_freq_base ** (-even / shape.rope_dim) / _linear_scaling(read.metadata)
-    if "rope_freqs.weight" not in read:
-        return frequencies
-    return frequencies / read.vector("rope_freqs.weight").cpu().double()
-
-
-def _linear_scaling(metadata: Mapping[str, Any]) -> float:
-    """The divisor of positions. Raises ``ModelError`` for a kind of scaling that is not linear."""
-    kind = metadata.get("llama.rope.scaling.type", "linear")
-    factor = metadata.get("llama.rope.scaling.factor", metadata.get("llama.rope.scale_linear", 1.0))
-    if kind == "none":
-        return 1.0
-    if kind != "linear" or not isinstance(factor, float | int) or not 1 <= factor <= 1e6:
-        raise ModelError(
-            "unsupported_rope_scaling",
-            f"llama.rope.scaling of type {kind!r:.40} and factor {factor!r:.40} is not computed by this engine.",
-            "Choose a checkpoint without it.",
+    def _compiled(self, block: Block) -> DecoderLayer:
+        """A layer as the compiled kernels take it; routed experts are not part of it."""
+        shape, network = self._shape, block.feed_forward
+        return DecoderLayer(
+            attn_norm=block.attn_norm,
+            qkv=packed(block.qkv),
+            attn_output=packed(block.attn_output),
+            ffn_norm=block.ffn_norm,
+            feed_forward=None
+            if isinstance(network, Router)
+            else native.Dense(packed(network.gate_up), packed(network.down)),
+            n_head=shape.n_head,
+            attention_scale=self._scale,
+            eps=shape.norm_eps,
+            rope_dim=shape.rope_dim,
         )
-    return float(factor)

@@ -20,6 +20,8 @@ def main() -> None:
     parser.add_argument("--name", required=True, help="name of this engine's sockets")
     parser.add_argument("--threads", type=int, default=0, help="compute threads (0: physical cores)")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--kernels", default="auto", help="auto, native, eager or reference")
+    parser.add_argument("--kv-type", default="f32", help="f32, f16, bf16 or q8_0")
     arguments = parser.parse_args()
     logs.configure(to_stderr=True)
     # MKL may pick another code path for another alignment of the same data; one fixed path keeps a row's bits.
@@ -27,6 +29,7 @@ def main() -> None:
 
     import torch
 
+    from kvasir_console.engine.process.loaded import ComputeOptions
     from kvasir_console.engine.process.server import EngineServer
     from kvasir_console.engine.process.verbs import Engine
 
@@ -34,7 +37,8 @@ def main() -> None:
     torch.set_num_interop_threads(1)
 
     async def serve() -> None:
-        engine = Engine(arguments.runtime, arguments.device)
+        compute = ComputeOptions(arguments.device, arguments.kernels, arguments.kv_type)
+        engine = Engine(arguments.runtime, compute)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, engine.exiting.set)

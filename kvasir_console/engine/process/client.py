@@ -18,6 +18,8 @@ from kvasir_console.errors import EngineError, KvasirError
 from kvasir_console.relay.wire import control
 
 Message = dict[str, Any]
+MAX_LOGPROBS = 20
+"""Most alternatives whose log probabilities a request may ask for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +27,11 @@ class GenerateRequest:
     """One generation. Exactly one of ``prompt``, ``messages`` and ``prompt_tokens`` is set.
 
     ``ignore_eos`` generates past an end-of-text token, so that ``max_tokens`` is exact.
+    Penalties and their order are those of ``engine.sampling``. ``logprobs`` asks for each token's log probability and
+    so many alternatives (0 to ``MAX_LOGPROBS``); ``None`` for neither.
+    ``session`` names a conversation: keys and values of its prompts are kept for it, and reused by it alone. Without a
+    name they are shared by all requests without one.
+    ``speculation`` (``auto``, ``on``, ``off``) changes how many tokens come out of a step, never which.
     ``experts`` is ``network`` (dispatch what remote sessions hold) or ``local`` (compute all here); ``trace`` keeps
     the logits of every sampled position and names the ``.npy`` file that holds them, (tokens, vocabulary) f32.
     """
@@ -38,17 +45,44 @@ class GenerateRequest:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int = 0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    penalty_last_n: int = 64
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    logprobs: int | None = None
+    session: str = ""
+    speculation: str = "auto"
     experts: str = "network"
     trace: bool = False
+
+    def to_fields(self) -> Message:
+        """The request as it crosses the control stream: fields that say something, so that an older engine that knows
+        fewer serves what it can."""
+        defaults = {name: each.default for name, each in self.__dataclass_fields__.items()}
+        return {key: value for key, value in asdict(self).items() if value != defaults[key]}
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token, the natural logarithm of its probability, and the bytes it stands for (part of a character, perhaps)."""
+
+    token: int
+    logprob: float
+    piece: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class TokenEvent:
+    """A token. ``logprob`` is its own and ``top`` the most likely ones', if ``logprobs`` was asked for: of the model's
+    distribution before penalties and temperature."""
+
     index: int
     token: int
     text: str
+    logprob: TokenLogprob | None = None
+    top: tuple[TokenLogprob, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +90,10 @@ class DoneEvent:
     """The end of a generation.
 
     ``text`` is all of it; ``tail`` is the part of it that no token event carried (characters held back because they
-    could have begun a stop string). ``rows`` counts token rows computed through the whole model.
+    could have begun a stop string). ``rows`` counts token rows through the whole model whose result was used: neither
+    the ``cached_tokens`` of the prompt, kept from an earlier request, nor drafted tokens that were wrong.
+    After the first token, ``decode_steps`` gave the others; ``accepted_tokens`` of ``drafted_tokens`` were right, and
+    each saved a step. ``ttft_ms`` includes ``queued_ms``.
     """
 
     finish_reason: str
@@ -72,6 +109,16 @@ class DoneEvent:
     ttft_ms: float
     decode_ms: float
     trace_path: str | None
+    queued_ms: float = 0.0
+    cached_tokens: int = 0
+    decode_steps: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+
+    @property
+    def tokens_per_step(self) -> float | None:
+        """Tokens that a decode step gave on average; ``None`` if there was no such step."""
+        return 1 + self.accepted_tokens / self.decode_steps if self.decode_steps else None
 
 
 class EngineClient:
@@ -130,14 +177,13 @@ class EngineClient:
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenEvent | DoneEvent, None]:
         """Token events, then one ``DoneEvent``. Closing the iterator before its end cancels the request."""
-        fields = {key: value for key, value in asdict(request).items() if value is not None}
         finished = False
-        async with self._exchange("generate", fields) as messages:
+        async with self._exchange("generate", request.to_fields()) as messages:
             try:
                 async for message in messages:
                     match message.get("event"):
                         case "token":
-                            yield TokenEvent(message["index"], message["token"], message["text"])
+                            yield _token(message)
                         case "done":
                             finished = True
                             yield _done(message)
@@ -228,6 +274,21 @@ class _Exchange:
         return message
 
 
+def _token(message: Message) -> TokenEvent:
+    logprob, top = message.get("logprob"), message.get("top")
+    return TokenEvent(
+        message["index"],
+        message["token"],
+        message["text"],
+        None if logprob is None else _logprob(logprob),
+        None if top is None else tuple(_logprob(each) for each in top),
+    )
+
+
+def _logprob(message: Message) -> TokenLogprob:
+    return TokenLogprob(message["token"], message["logprob"], tuple(message["piece"]))
+
+
 def _done(message: Message) -> DoneEvent:
     return DoneEvent(
         finish_reason=message["finish_reason"],
@@ -243,6 +304,11 @@ def _done(message: Message) -> DoneEvent:
         ttft_ms=message["ttft_ms"],
         decode_ms=message["decode_ms"],
         trace_path=message["trace_path"],
+        queued_ms=message.get("queued_ms", 0.0),
+        cached_tokens=message.get("cached_tokens", 0),
+        decode_steps=message.get("decode_steps", 0),
+        drafted_tokens=message.get("drafted_tokens", 0),
+        accepted_tokens=message.get("accepted_tokens", 0),
     )
 
 

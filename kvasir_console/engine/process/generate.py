@@ -1,87 +1,144 @@
-"""The generation loop: prompt in fixed chunks, then one token a step, until a stop."""
+"""From a request to its events: the prompt's tokens, text as it grows, stop strings, the final account.
+
+A ``Generation`` is what the scheduler runs: it takes chosen tokens as they come, says when the answer is complete, and
+holds events until its reader takes them. Tokens never wait for a reader; there are at most ``max_tokens`` of them.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections import deque
+from collections.abc import AsyncIterator
 from dataclasses import asdict
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from kvasir_console.engine.chat import ChatTemplate
-from kvasir_console.engine.process.client import DoneEvent, GenerateRequest, TokenEvent
-from kvasir_console.engine.process.pipeline import PREFILL_CHUNK, Pipeline, SequenceParams
-from kvasir_console.engine.sampling import SamplingParams
+from kvasir_console.engine.process.client import DoneEvent, GenerateRequest, TokenEvent, TokenLogprob
+from kvasir_console.engine.process.pipeline import Choice, SequenceParams
+from kvasir_console.engine.process.request import sampling_of
+from kvasir_console.engine.process.scheduler import Progress, Scheduler
+from kvasir_console.engine.process.stop import StopScanner
 from kvasir_console.engine.tokens import Tokenizer
-from kvasir_console.errors import RequestError
+from kvasir_console.errors import KvasirError, RequestError
 
-MAX_STOP_STRINGS = 16
-MAX_STOP_CHARACTERS = 256
+Event = TokenEvent | DoneEvent
 
 
-def parse_request(message: dict[str, Any]) -> GenerateRequest:
-    """Read ``generate`` fields from a control message. Raises ``RequestError`` naming the field."""
-    known = set(GenerateRequest.__dataclass_fields__)
-    fields = {key: value for key, value in message.items() if key in known}
-    if unknown := set(message) - known - {"id", "verb"}:
-        raise RequestError("unknown_field", f"generate has no field {sorted(unknown)[0]!r}.")
-    for key, kinds in _FIELD_TYPES.items():
-        if key in fields and (not isinstance(fields[key], kinds) or (bool not in kinds and fields[key] is True)):
-            raise RequestError("wrong_type", f"generate: {key} has the wrong type ({type(fields[key]).__name__}).")
-    for key in ("messages", "prompt_tokens", "stop"):
-        if key in fields:
-            fields[key] = tuple(fields[key])
-    request = GenerateRequest(**fields)
-    given = [request.prompt is not None, request.messages is not None, request.prompt_tokens is not None]
-    if sum(given) != 1:
-        raise RequestError("no_prompt", "A request needs exactly one of prompt, messages and prompt_tokens.")
-    if request.prompt_tokens is not None and not all(type(token) is int for token in request.prompt_tokens):
-        raise RequestError("wrong_type", "generate: prompt_tokens must be integers.")
-    if request.max_tokens < 1:
-        raise RequestError("max_tokens_out_of_range", "max_tokens must be at least 1.")
-    if request.experts not in ("network", "local"):
-        raise RequestError("unknown_experts_mode", "experts must be 'network' or 'local'.")
-    if len(request.stop) > MAX_STOP_STRINGS or not all(
-        isinstance(text, str) and 0 < len(text) <= MAX_STOP_CHARACTERS for text in request.stop
-    ):
-        raise RequestError(
-            "bad_stop",
-            f"stop takes at most {MAX_STOP_STRINGS} strings of 1 to {MAX_STOP_CHARACTERS} characters.",
+class Generation:
+    """One request on its way. ``async with`` it, and iterate; leaving the block early cancels the request."""
+
+    def __init__(
+        self, request: GenerateRequest, params: SequenceParams, tokenizer: Tokenizer, scheduler: Scheduler
+    ) -> None:
+        self.params = params
+        self.max_tokens = request.max_tokens
+        self.speculation = request.speculation
+        self.progress = Progress()
+        self._tokenizer = tokenizer
+        self._scheduler = scheduler
+        self._ends = frozenset() if request.ignore_eos else tokenizer.eos_ids
+        self._decoder = tokenizer.stream(skip_special=True)
+        self._text = StopScanner(request.stop)
+        self._tokens: list[int] = []
+        self._finish = "length"
+        self._fresh: deque[TokenEvent] = deque()
+        """Pushed from the compute thread, not shown yet."""
+        self._events: asyncio.Queue[Event | KvasirError] = asyncio.Queue()
+        self._submitted = time.monotonic()
+        self._admitted: float | None = None
+        self._first: float | None = None
+        self._last: float | None = None
+
+    async def __aenter__(self) -> Generation:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._scheduler.cancel(self)
+
+    async def __aiter__(self) -> AsyncIterator[Event]:
+        """Token events, then one ``DoneEvent``. Raises the error that ended the request."""
+        while True:
+            event = await self._events.get()
+            if isinstance(event, KvasirError):
+                raise event
+            yield event
+            if isinstance(event, DoneEvent):
+                return
+
+    def admitted(self) -> None:
+        self._admitted = time.monotonic()
+
+    def push(self, choice: Choice) -> bool:
+        self._last = time.monotonic()
+        self._first = self._first or self._last
+        if choice.token in self._ends:
+            self._finish = "stop"
+            return True
+        self._tokens.append(choice.token)
+        text = self._text.push(self._decoder.push(choice.token))
+        top = None if choice.logprob is None else tuple(self._logprob(*each) for each in choice.top)
+        logprob = None if choice.logprob is None else self._logprob(choice.token, choice.logprob)
+        self._fresh.append(TokenEvent(len(self._tokens) - 1, choice.token, text, logprob, top))
+        if self._text.stopped:
+            self._finish = "stop"
+        return self._text.stopped or len(self._tokens) == self.max_tokens
+
+    def flush(self) -> None:
+        while self._fresh:
+            self._events.put_nowait(self._fresh.popleft())
+
+    def finish(self, error: KvasirError | None) -> None:
+        self.flush()
+        self._events.put_nowait(self._done() if error is None else error)
+
+    def _logprob(self, token: int, logprob: float) -> TokenLogprob:
+        return TokenLogprob(token, logprob, tuple(self._tokenizer.piece(token)))
+
+    def _done(self) -> DoneEvent:
+        now = time.monotonic()
+        tail = self._text.push(self._decoder.flush()) + self._text.flush()
+        progress, tally = self.progress, self.progress.tally
+        first = self._first or now
+        return DoneEvent(
+            finish_reason=self._finish,
+            prompt_tokens=len(self.params.prompt_tokens),
+            completion_tokens=len(self._tokens),
+            tokens=tuple(self._tokens),
+            text=self._text.text,
+            tail=tail,
+            rows=tally.rows,
+            pairs_local=tally.pairs_local,
+            pairs_remote=tally.pairs_remote,
+            failovers=tally.failovers,
+            ttft_ms=(first - self._submitted) * 1e3,
+            decode_ms=((self._last or now) - first) * 1e3,
+            trace_path=progress.trace_path,
+            queued_ms=((self._admitted or now) - self._submitted) * 1e3,
+            cached_tokens=progress.cached_tokens,
+            decode_steps=progress.decode_steps,
+            drafted_tokens=progress.drafted_tokens,
+            accepted_tokens=progress.accepted_tokens,
         )
-    return request
-
-
-_FIELD_TYPES: dict[str, tuple[type, ...]] = {
-    "prompt": (str,),
-    "messages": (list,),
-    "prompt_tokens": (list,),
-    "max_tokens": (int,),
-    "temperature": (int, float),
-    "top_k": (int,),
-    "top_p": (int, float),
-    "min_p": (int, float),
-    "seed": (int,),
-    "stop": (list,),
-    "ignore_eos": (bool,),
-    "experts": (str,),
-    "trace": (bool,),
-}
 
 
 class Generator:
-    """Runs requests over one pipeline. Owns the tokenizer and the chat template of the loaded model."""
+    """Starts requests on one scheduler. Owns the tokenizer and the chat template of the loaded model."""
 
     def __init__(
         self,
-        pipeline: Pipeline,
+        scheduler: Scheduler,
         tokenizer: Tokenizer,
         template: ChatTemplate,
         *,
         context_length: int,
         trace_directory: Path,
     ) -> None:
-        self._pipeline = pipeline
+        self.scheduler = scheduler
         self._tokenizer = tokenizer
         self._template = template
         self._context_length = context_length
@@ -96,7 +153,8 @@ class Generator:
         """
         return await asyncio.to_thread(self._tokenize, request)
 
-    def close(self) -> None:
+    async def close(self) -> None:
+        await self.scheduler.close()
         self._template.close()
 
     def _tokenize(self, request: GenerateRequest) -> list[int]:
@@ -112,124 +170,42 @@ class Generator:
             raise RequestError("empty_prompt", "The prompt has no tokens.", "Send at least one character.")
         return tokens
 
-    def check_length(self, prompt_tokens: int, max_tokens: int) -> None:
-        if prompt_tokens + max_tokens > self._context_length:
+    def start(self, request: GenerateRequest, prompt: list[int]) -> Generation:
+        """Queue a request whose prompt is ``tokenize``'s.
+
+        Raises:
+            RequestError: ``context_length_exceeded``, ``kv_budget_exceeded``, ``bad_sampling``: never to be served.
+            EngineError: ``queue_full``.
+        """
+        if len(prompt) + request.max_tokens > self._context_length:
             raise RequestError(
                 "context_length_exceeded",
-                f"The prompt has {prompt_tokens} tokens and {max_tokens} more are asked for; "
+                f"The prompt has {len(prompt)} tokens and {request.max_tokens} more are asked for; "
                 f"this model's context holds {self._context_length}.",
                 "Shorten the prompt or lower max_tokens.",
             )
-
-    async def run(self, request: GenerateRequest, prompt: list[int]) -> AsyncGenerator[TokenEvent | DoneEvent, None]:
-        """Token events and the final event of one request. Closing the iterator frees the sequence."""
         trace = None
         if request.trace:
             self._traces += 1
             trace = self._trace_directory / f"trace-{self._traces}.npy"
-        sampling = SamplingParams(
-            temperature=float(request.temperature),
-            top_k=request.top_k,
-            top_p=float(request.top_p),
-            min_p=float(request.min_p),
-            seed=request.seed,
+        params = SequenceParams(
+            sampling=sampling_of(request),
+            capacity=len(prompt) + request.max_tokens,
+            prompt_tokens=tuple(prompt),
+            experts=request.experts,
+            trace=trace,
+            logprobs=request.logprobs,
+            session=request.session,
         )
-        sequence = await self._pipeline.open(
-            SequenceParams(
-                sampling=sampling,
-                capacity=len(prompt) + request.max_tokens,
-                experts=request.experts,
-                trace=trace,
-                prompt_tokens=tuple(prompt),
-            )
-        )
-        started = time.monotonic()
-        first: float | None = None
-        tokens: list[int] = []
-        emitted = StopScanner(request.stop)
-        decoder = self._tokenizer.stream(skip_special=True)
-        finish = "length"
-        trace_path: str | None = None
-        try:
-            token: int | None = None
-            for begin in range(0, len(prompt), PREFILL_CHUNK):
-                chunk = prompt[begin : begin + PREFILL_CHUNK]
-                token = await sequence.step(chunk, begin, want_token=begin + len(chunk) == len(prompt))
-            while token is not None:
-                first = first or time.monotonic()
-                if token in self._tokenizer.eos_ids and not request.ignore_eos:
-                    finish = "stop"
-                    break
-                tokens.append(token)
-                yield TokenEvent(len(tokens) - 1, token, emitted.push(decoder.push(token)))
-                if emitted.stopped:
-                    finish = "stop"
-                if emitted.stopped or len(tokens) == request.max_tokens:
-                    break
-                token = await sequence.step([token], len(prompt) + len(tokens) - 1, want_token=True)
-        finally:
-            trace_path = await sequence.close()
-        ended = time.monotonic()
-        tail = emitted.push(decoder.flush()) + emitted.flush()
-        tally = sequence.tally
-        yield DoneEvent(
-            finish_reason=finish,
-            prompt_tokens=len(prompt),
-            completion_tokens=len(tokens),
-            tokens=tuple(tokens),
-            text=emitted.text,
-            tail=tail,
-            rows=tally.rows,
-            pairs_local=tally.pairs_local,
-            pairs_remote=tally.pairs_remote,
-            failovers=tally.failovers,
-            ttft_ms=((first or ended) - started) * 1e3,
-            decode_ms=(ended - (first or ended)) * 1e3,
-            trace_path=trace_path,
-        )
+        generation = Generation(request, params, self._tokenizer, self.scheduler)
+        self.scheduler.submit(generation)
+        return generation
 
 
-def event_message(event: TokenEvent | DoneEvent) -> dict[str, Any]:
-    """An event as it crosses the control stream."""
-    return {"event": "token" if isinstance(event, TokenEvent) else "done", **asdict(event)}
+def event_message(event: Event) -> dict[str, Any]:
+    """An event as it crosses the control stream; what was not asked for is left out."""
+    fields = {key: value for key, value in asdict(event).items() if key in _ALWAYS or value is not None}
+    return {"event": "token" if isinstance(event, TokenEvent) else "done", **fields}
 
 
-class StopScanner:
-    """Releases text as it comes, but holds back what may be the beginning of a stop string."""
-
-    def __init__(self, stop: tuple[str, ...]) -> None:
-        self._stop = stop
-        self._held = ""
-        self._released: list[str] = []
-        self.stopped = False
-
-    @property
-    def text(self) -> str:
-        """Everything released so far."""
-        return "".join(self._released)
-
-    def push(self, text: str) -> str:
-        """Take new text, return what may be shown now."""
-        if self.stopped:
-            return ""
-        self._held += text
-        cut = min((at for stop in self._stop if (at := self._held.find(stop)) >= 0), default=-1)
-        if cut >= 0:
-            self.stopped = True
-            return self._release(cut)
-        keep = max((_overlap(self._held, stop) for stop in self._stop), default=0)
-        return self._release(len(self._held) - keep)
-
-    def flush(self) -> str:
-        """The end: what was held back is no stop string after all."""
-        return "" if self.stopped else self._release(len(self._held))
-
-    def _release(self, count: int) -> str:
-        ready, self._held = self._held[:count], self._held[count:]
-        self._released.append(ready)
-        return ready
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest proper prefix of ``stop`` that ``text`` ends with."""
-    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
+_ALWAYS = frozenset({"trace_path"})

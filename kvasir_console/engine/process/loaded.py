@@ -8,25 +8,48 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from kvasir_console.engine.chat import ChatTemplate
 from kvasir_console.engine.checkpoint.digest import model_digest
 from kvasir_console.engine.checkpoint.gguf import Checkpoint
 from kvasir_console.engine.checkpoint.shape import ModelShape
+from kvasir_console.engine.choice import choose
 from kvasir_console.engine.experts import ExpertBank
+from kvasir_console.engine.forms import Forms
+from kvasir_console.engine.process.budget import KvBudget, default_budget_bytes
 from kvasir_console.engine.process.compute import Compute
 from kvasir_console.engine.process.expert_server import ExpertServer
 from kvasir_console.engine.process.generate import Generator
-from kvasir_console.engine.process.pipeline import LocalPipeline
+from kvasir_console.engine.process.local import LocalPipeline
+from kvasir_console.engine.process.pipeline import Pipeline
 from kvasir_console.engine.process.ring import RingConfig, RingNode
+from kvasir_console.engine.process.ring_pipeline import RingPipeline
 from kvasir_console.engine.process.router import Router
+from kvasir_console.engine.process.scheduler import MAX_QUEUE, Scheduler
 from kvasir_console.engine.stage import Stage
 from kvasir_console.engine.tokens import Tokenizer
 from kvasir_console.errors import EngineError, ModelError
+from kvasir_console.paths import Paths
 from kvasir_console.relay.wire.preamble import Wire
 
 Progress = Callable[[int, int], None]
 CONTEXT_CAP = 8192
 """A request never takes more positions than this unless the owner's configuration says so."""
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeOptions:
+    """Where and how this process computes; its owner's settings (``config.EngineConfig``)."""
+
+    device: str = "cpu"
+    kernels: str = "auto"
+    kv_type: str = "f32"
+
+    def forms(self) -> Forms:
+        """The first time on a machine this compiles for some seconds. Raises ``EngineError``."""
+        cache = Paths.from_environment().kernels
+        return choose(self.kernels, device=self.device, cache=cache, threads=torch.get_num_threads())
 
 
 @dataclass(slots=True)
@@ -41,12 +64,19 @@ class Loaded:
     generator: Generator | None = None
     experts: ExpertServer | None = None
 
-    def close(self) -> None:
-        """Let go of edges and of the template's child process."""
+    async def close(self) -> None:
+        """Let go of requests, edges and the template's child process."""
         if self.ring is not None:
-            self.ring.close()
+            self.ring.leave()
         if self.generator is not None:
-            self.generator.close()
+            await self.generator.close()
+
+    @property
+    def rows(self) -> int:
+        """Token rows this engine has computed."""
+        if self.ring is not None:
+            return self.ring.window.rows
+        return 0 if self.generator is None else self.generator.scheduler.rows
 
     @property
     def tensor_bytes(self) -> int:
@@ -55,26 +85,30 @@ class Loaded:
         return 0 if held is None else held.tensor_bytes
 
 
-async def load(fields: dict[str, Any], compute: Compute, runtime: Path, device: str, progress: Progress) -> Loaded:
+async def load(
+    fields: dict[str, Any], compute: Compute, runtime: Path, options: ComputeOptions, progress: Progress
+) -> Loaded:
     """Carry out a ``load`` verb. Raises ``ModelError`` for a bad file, ``EngineError`` for a bad request."""
     try:
         path, role = Path(fields["path"]), str(fields["role"])
         if role == "experts":
-            return await _load_experts(path, fields, compute, device)
+            return await _load_experts(path, fields, compute, options)
         if role == "stage":
-            return await _load_stage(path, fields, compute, runtime, device, progress)
+            return await _load_stage(path, fields, compute, runtime, options, progress)
     except (KeyError, TypeError, ValueError) as error:
         raise EngineError("bad_load_request", f"The load request is incomplete or malformed: {error!r}.") from error
     raise EngineError("unknown_role", f"An engine loads 'stage' or 'experts', not {role!r}.")
 
 
-async def _load_experts(path: Path, fields: dict[str, Any], compute: Compute, device: str) -> Loaded:
+async def _load_experts(path: Path, fields: dict[str, Any], compute: Compute, options: ComputeOptions) -> Loaded:
     layer, (begin, end) = int(fields["layer"]), fields["experts"]
     started = time.monotonic()
 
     def read() -> tuple[ExpertBank, dict[str, Any]]:
         with Checkpoint.open(path) as checkpoint:
-            bank = ExpertBank.load(checkpoint, layer, int(begin), int(end), device=device)
+            bank = ExpertBank.load(
+                checkpoint, layer, int(begin), int(end), forms=options.forms(), device=options.device
+            )
             return bank, _common(checkpoint, fields)
 
     bank, info = await compute.run(read)
@@ -92,14 +126,22 @@ async def _load_experts(path: Path, fields: dict[str, Any], compute: Compute, de
 
 
 async def _load_stage(
-    path: Path, fields: dict[str, Any], compute: Compute, runtime: Path, device: str, progress: Progress
+    path: Path, fields: dict[str, Any], compute: Compute, runtime: Path, options: ComputeOptions, progress: Progress
 ) -> Loaded:
     begin, end = (int(layer) for layer in fields["layers"])
     started = time.monotonic()
 
     def read() -> tuple[Stage, dict[str, Any], Tokenizer | None, ChatTemplate | None]:
         with Checkpoint.open(path) as checkpoint:
-            stage = Stage.load(checkpoint, begin, end, device=device, progress=progress)
+            stage = Stage.load(
+                checkpoint,
+                begin,
+                end,
+                forms=options.forms(),
+                device=options.device,
+                kv_type=options.kv_type,
+                progress=progress,
+            )
             tokenizer = template = None
             if stage.first:
                 tokenizer = Tokenizer.from_metadata(checkpoint.metadata)
@@ -115,27 +157,25 @@ async def _load_stage(
         "layer": None,
         "experts": None,
         "tensor_bytes": stage.tensor_bytes,
-        "tensor_count": sum(1 for _ in stage.named_tensors()),
+        "tensor_count": len(stage.tensor_names),
         "load_s": time.monotonic() - started,
     }
+    budget = KvBudget(int(fields.get("kv_budget_bytes") or 0) or default_budget_bytes(options.device))
+    info |= {"kv_budget_bytes": budget.total_bytes, "kv_type": options.kv_type}
     loaded = Loaded(info=info, stage=stage)
     digest = bytes.fromhex(info["model_digest"])
+    pipeline: Pipeline
     if ring := fields.get("ring"):
-        loaded.ring = RingNode(RingConfig(**ring), stage, digest, compute)
-        pipeline: Any = loaded.ring
+        loaded.ring = RingNode(RingConfig(**ring), stage, digest, compute, budget)
+        pipeline = RingPipeline(loaded.ring, stage, compute)
     elif stage.first and stage.last:
-        loaded.router = router = Router(
+        loaded.router = Router(
             stage,
             digest,
             wire=Wire[str(fields.get("dispatch_wire", "v2")).upper()],
             timeout_s=float(fields.get("dispatch_timeout_s", 10.0)),
         )
-        pipeline = LocalPipeline(
-            stage,
-            compute,
-            network=lambda tally: router.expert_compute(tally, network=True),
-            local=lambda tally: router.expert_compute(tally, network=False),
-        )
+        pipeline = LocalPipeline(stage, compute, budget, loaded.router)
     else:
         raise ModelError(
             "window_without_ring",
@@ -143,8 +183,9 @@ async def _load_stage(
             "A partial window serves as a stage of a ring; a trunk loads every layer.",
         )
     if tokenizer is not None and template is not None:
+        scheduler = Scheduler(pipeline, max_queue=int(fields.get("max_queue", MAX_QUEUE)))
         loaded.generator = Generator(
-            pipeline, tokenizer, template, context_length=context_length, trace_directory=runtime
+            scheduler, tokenizer, template, context_length=context_length, trace_directory=runtime
         )
     return loaded
 

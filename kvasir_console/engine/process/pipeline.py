@@ -1,114 +1,139 @@
-"""How a request's tokens pass through the model: the seam between the generation loop and where layers live.
+"""How token rows pass through the model: the seam between the scheduler and where layers live.
 
-A ``Sequence`` takes token rows in order and returns a sampled token when asked. ``LocalPipeline`` computes all layers
-here (the trunk); ``ring.RingPipeline`` computes this rank's window and hands the rest to its successors.
+A ``Pipeline`` admits sequences, and computes a step: rows of several sequences at once, each with the tokens that the
+sampler chose after them. ``local.LocalPipeline`` computes all layers here (the trunk); ``ring_pipeline.RingPipeline``
+computes the first rank's window and hands the rest to its successors.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-import numpy as np
-import torch
+from kvasir_console.engine.process.prefix import PREFILL_CHUNK
+from kvasir_console.engine.process.tally import Tally
+from kvasir_console.engine.sampling import SamplingParams
+from kvasir_console.errors import EngineError, KvasirError
 
-from kvasir_console.engine.kvcache import KVCache
-from kvasir_console.engine.process.compute import Compute
-from kvasir_console.engine.sampling import SamplingParams, sample
-from kvasir_console.engine.stage import ExpertCompute, Stage
+log = logging.getLogger(__name__)
 
-PREFILL_CHUNK = 256
-"""Prompts are cut at multiples of this many rows, always, so that a replay meets the same matrix shapes."""
+__all__ = [
+    "LOGIT_BYTES",
+    "MAX_SEQUENCES",
+    "PREFILL_CHUNK",
+    "Admitted",
+    "Choice",
+    "Feed",
+    "More",
+    "Outcome",
+    "Pipeline",
+    "SequenceParams",
+    "as_engine_error",
+]
 
-
-@dataclass(slots=True)
-class Tally:
-    """Work done for one request. Written by the compute thread only."""
-
-    rows: int = 0
-    pairs_local: int = 0
-    pairs_remote: int = 0
-    failovers: int = 0
+MAX_SEQUENCES = 64
+"""Most sequences that run at once; further ones wait."""
+LOGIT_BYTES = 64 * 2**20
+"""Logits are computed for at most so many bytes of rows at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceParams:
+    """What a pipeline has to know of a request before its first row."""
+
     sampling: SamplingParams
     capacity: int
     """Most positions this sequence can take: prompt plus ``max_tokens``."""
+    prompt_tokens: tuple[int, ...]
     experts: str = "network"
     trace: Path | None = None
-    prompt_tokens: tuple[int, ...] = ()
+    logprobs: int | None = None
+    """Number of alternatives to report with each token's log probability; ``None`` for none of it."""
+    session: str = ""
 
 
-class Sequence(Protocol):
-    """One request inside the model."""
+class Admitted(Protocol):
+    """One sequence inside the model. ``reused`` of its prompt's tokens need not be fed: their rows were kept."""
 
     tally: Tally
+    reused: int
 
-    async def step(self, tokens: list[int], position: int, *, want_token: bool) -> int | None:
-        """Feed ``tokens`` at ``position``; return the token sampled after the last of them if wanted."""
 
-    async def close(self) -> str | None:
-        """Free everything it held; returns the trace file's path if a trace was asked for."""
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """The rows of one sequence in a step."""
+
+    sequence: Any
+    """As ``Pipeline.open`` returned it."""
+    tokens: list[int]
+    position: int
+    """Of the first of ``tokens``; the sequence holds exactly the rows before it."""
+    choices: int
+    """How many tokens to choose: after each of the last ``choices`` rows. 0 inside a prompt; 1 after a prompt or a
+    token; more after a token and a draft, whose tokens all but the first of these rows are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A token that the sampler chose, and log probabilities if they were asked for."""
+
+    token: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+Outcome = list[Choice] | KvasirError
+"""What a feed yields. Of a draft, the choices up to and including the first that differs from it: the sequence then
+holds the rows before the last choice and no others. An error ends its sequence, and no other."""
+
+
+More = Callable[[list[Outcome]], list[Feed]]
+"""Takes a step's outcomes, one for each feed, and gives the next step's feeds."""
 
 
 class Pipeline(Protocol):
-    async def open(self, params: SequenceParams) -> Sequence: ...
+    """Where a scheduler's sequences are computed."""
+
+    depth: int
+    """How many steps, of different sequences, may be under way at once."""
+    interruptible: bool
+    """Whether ``close`` may be called while a step holds the sequence."""
+
+    def check(self, params: SequenceParams) -> None:
+        """Raises ``RequestError`` for a sequence that can never be admitted here."""
+
+    def fits(self, params: SequenceParams) -> bool:
+        """Whether ``open`` would succeed now, as far as memory goes."""
+
+    def draft_limit(self, params: SequenceParams) -> int:
+        """Longest draft that can be verified for this sequence; 0 if none can."""
+
+    def network_bound(self, params: SequenceParams) -> bool:
+        """Whether rows of this sequence are now computed by others, who are paid for each."""
+
+    async def open(self, params: SequenceParams) -> Admitted:
+        """Admit a sequence. Raises ``EngineError``."""
+
+    async def run(self, feeds: list[Feed], more: More) -> None:
+        """Compute a step, then those that ``more`` asks for, until it asks for none.
+
+        A step has at most one feed a sequence. ``more`` may be called on another thread, but only while this call is
+        awaited: a step then follows the one before without a detour over the event loop.
+        """
+
+    async def close(self, sequence: Any) -> str | None:
+        """Free everything the sequence held; returns the trace file's path if a trace was asked for."""
+
+    def stats(self) -> dict[str, Any]:
+        """Counters for the ``stats`` verb."""
 
 
-RouterFactory = Callable[[Tally], ExpertCompute]
-
-
-@dataclass(slots=True)
-class _LocalSequence:
-    stage: Stage
-    compute: Compute
-    params: SequenceParams
-    cache: KVCache
-    experts: ExpertCompute
-    tally: Tally
-    logits: list[torch.Tensor] = field(default_factory=list)
-
-    async def step(self, tokens: list[int], position: int, *, want_token: bool) -> int | None:
-        return await self.compute.run(lambda: self._step(tokens, position, want_token))
-
-    def _step(self, tokens: list[int], position: int, want_token: bool) -> int | None:
-        hidden = self.stage.embed(torch.tensor(tokens, dtype=torch.int64))
-        hidden = self.stage.forward(hidden, self.cache, position, self.experts)
-        self.tally.rows += len(tokens)
-        if not want_token:
-            return None
-        logits = self.stage.logits(hidden[-1:])[0]
-        if self.params.trace is not None:
-            self.logits.append(logits.clone())
-        return sample(logits, self.params.sampling, position + len(tokens))
-
-    async def close(self) -> str | None:
-        if self.params.trace is None or not self.logits:
-            return None
-        path = self.params.trace
-        await self.compute.run(lambda: np.save(path, torch.stack(self.logits).cpu().numpy()))
-        return str(path)
-
-
-class LocalPipeline:
-    """A stage of [0, n): embedding, every layer and the head are here; experts may be elsewhere."""
-
-    def __init__(self, stage: Stage, compute: Compute, network: RouterFactory, local: RouterFactory) -> None:
-        self._stage = stage
-        self._compute = compute
-        self._factories = {"network": network, "local": local}
-
-    async def open(self, params: SequenceParams) -> Sequence:
-        tally = Tally()
-        return _LocalSequence(
-            stage=self._stage,
-            compute=self._compute,
-            params=params,
-            cache=self._stage.new_cache(params.capacity),
-            experts=self._factories[params.experts](tally),
-            tally=tally,
-        )
+def as_engine_error(error: Exception) -> KvasirError:
+    """What a request is told of a pass that failed; what is not one of our own errors goes to the log in full."""
+    if isinstance(error, KvasirError):
+        return error
+    log.error("a pass failed", exc_info=error)
+    return EngineError("step_failed", f"A step failed: {type(error).__name__}: {error}"[:500], "Read the engine's log.")

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvasir_console.engine.process.pipeline import Tally
+from kvasir_console.engine.process.tally import StepTally
 from kvasir_console.engine.stage import ExpertCompute, Stage
 from kvasir_console.relay.wire import dispatch
 from kvasir_console.relay.wire.preamble import Preamble, Wire
@@ -143,11 +143,16 @@ class Router:
             self._drop(session, "quarantined")
         return found
 
-    def expert_compute(self, tally: Tally, *, network: bool) -> ExpertCompute:
-        """The function a forward pass calls for each MoE layer, counting into ``tally``."""
+    @property
+    def live(self) -> bool:
+        """Whether any session is connected."""
+        return bool(self._live)
+
+    def expert_compute(self, tally: StepTally) -> ExpertCompute:
+        """The function a forward pass calls for each MoE layer; it counts into ``tally`` and heeds its ``network``."""
 
         def compute(layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-            return self._compute(layer, x, ids, weights, tally, network)
+            return self._compute(layer, x, ids, weights, tally)
 
         return compute
 
@@ -157,32 +162,34 @@ class Router:
         x: torch.Tensor,  # (T, D)
         ids: torch.Tensor,  # (T, K)
         weights: torch.Tensor,  # (T, K)
-        tally: Tally,
-        network: bool,
+        tally: StepTally,
     ) -> torch.Tensor:  # (T, D)
         T, K = ids.shape
-        pairs = _Pairs(torch.arange(T).repeat_interleave(K), ids.reshape(-1), weights.reshape(-1))
-        holders = self._holders(layer) if network else []
-        taken = torch.zeros(len(pairs), dtype=torch.bool)
+        step = tally.take(layer, T)
+        pairs = _Pairs(torch.arange(T).repeat_interleave(K), ids.reshape(-1).cpu(), weights.reshape(-1))
+        taken = torch.from_numpy(~tally.network[step]).repeat_interleave(K)
+        local = taken.clone()
         sent: list[tuple[Session, _Pairs, concurrent.futures.Future[torch.Tensor]]] = []
-        for session in holders:
+        for session in self._holders(layer):
             mine = (pairs.ids >= session.preamble.begin) & (pairs.ids < session.preamble.end) & ~taken
             if not bool(mine.any()) or not _fits(part := pairs.where(mine), session.wire):
                 continue
             taken |= mine
             sent.append((session, part, self._send(session, x, part)))
-        out = self._local(layer, x, pairs.where(~taken), tally)
+        out = self._local(layer, x, pairs.where(local | ~taken), tally, step)
         for session, part, future in sent:
             partial = self._collect(session, future)
             if partial is None:
-                tally.failovers += len(part)
-                out += self._elsewhere(layer, x, part, tally, {session.preamble.session})
+                tally.count_failovers(part.rows.numpy() + step.start)
+                out += self._elsewhere(layer, x, part, tally, step, {session.preamble.session})
             else:
-                tally.pairs_remote += len(part)
+                tally.count_remote(part.rows.numpy() + step.start)
                 out += partial
         return out
 
-    def _elsewhere(self, layer: int, x: torch.Tensor, pairs: _Pairs, tally: Tally, failed: set[str]) -> torch.Tensor:
+    def _elsewhere(
+        self, layer: int, x: torch.Tensor, pairs: _Pairs, tally: StepTally, step: slice, failed: set[str]
+    ) -> torch.Tensor:
         """Compute pairs whose session failed: by a replica that holds them all, else locally."""
         for session in self._holders(layer):
             held = session.preamble
@@ -191,14 +198,14 @@ class Router:
                 continue
             partial = self._collect(session, self._send(session, x, pairs))
             if partial is not None:
-                tally.pairs_remote += len(pairs)
+                tally.count_remote(pairs.rows.numpy() + step.start)
                 return partial
             failed.add(held.session)
-        return self._local(layer, x, pairs, tally)
+        return self._local(layer, x, pairs, tally, step)
 
-    def _local(self, layer: int, x: torch.Tensor, pairs: _Pairs, tally: Tally) -> torch.Tensor:
+    def _local(self, layer: int, x: torch.Tensor, pairs: _Pairs, tally: StepTally, step: slice) -> torch.Tensor:
         bank = self._stage.banks[layer]
-        tally.pairs_local += len(pairs)
+        tally.count_local(pairs.rows.numpy() + step.start)
         return bank.weighted_sum(x, pairs.rows, pairs.ids - bank.begin, pairs.weights)
 
     def _holders(self, layer: int) -> list[Session]:

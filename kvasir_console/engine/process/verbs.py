@@ -15,8 +15,10 @@ import torch
 
 from kvasir_console.engine.process.client import TokenEvent
 from kvasir_console.engine.process.compute import Compute
-from kvasir_console.engine.process.generate import event_message, parse_request
-from kvasir_console.engine.process.loaded import Loaded, load
+from kvasir_console.engine.process.generate import event_message
+from kvasir_console.engine.process.loaded import ComputeOptions, Loaded, load
+from kvasir_console.engine.process.request import parse_request
+from kvasir_console.engine.stage import Span
 from kvasir_console.errors import EngineError, KvasirError
 from kvasir_console.relay.wire import control
 
@@ -31,9 +33,9 @@ RATE_WINDOW_S = 10.0
 class Engine:
     """The process's state: one load, the requests that run, and the counters."""
 
-    def __init__(self, runtime: Path, device: str) -> None:
+    def __init__(self, runtime: Path, options: ComputeOptions) -> None:
         self.runtime = runtime
-        self.device = device
+        self.options = options
         self.compute = Compute()
         self.loaded: Loaded | None = None
         self.exiting = asyncio.Event()
@@ -51,9 +53,9 @@ class Engine:
                 raise EngineError("engine_busy", "The engine runs requests; drain it before loading another model.")
             previous, self.loaded = self.loaded, None
             if previous is not None:
-                previous.close()
+                await previous.close()
             del previous  # its weights are freed before the next ones are read: never two models at once
-            self.loaded = await load(fields, self.compute, self.runtime, self.device, progress)
+            self.loaded = await load(fields, self.compute, self.runtime, self.options, progress)
             return self.loaded.info
 
     def require(self) -> Loaded:
@@ -76,10 +78,11 @@ class Engine:
             "threads": torch.get_num_threads(),
             "active_requests": self.active,
             "tokens_total": self.tokens_total,
-            "rows_total": 0 if loaded is None or loaded.ring is None else loaded.ring.rows,
+            "rows_total": 0 if loaded is None else loaded.rows,
             "tokens_per_s": recent / RATE_WINDOW_S,
             "served": None if loaded is None or loaded.experts is None else loaded.experts.stats(),
             "ring": None if loaded is None or loaded.ring is None else loaded.ring.stats(),
+            "serving": None if loaded is None or loaded.generator is None else loaded.generator.scheduler.stats(),
         }
 
     @contextlib.contextmanager
@@ -186,16 +189,16 @@ class VerbSession:
             raise EngineError("no_generation_here", "This engine's window cannot begin a generation.")
         with self._engine.request():
             prompt = await generator.tokenize(request)
-            generator.check_length(len(prompt), request.max_tokens)
-            await self._send(control.reply(message, prompt_tokens=len(prompt)))
-            try:
-                async with contextlib.aclosing(generator.run(request, prompt)) as events:
-                    async for event in events:
+            # A refusal comes instead of the reply; once that is sent, the request will be served.
+            async with generator.start(request, prompt) as generation:
+                await self._send(control.reply(message, prompt_tokens=len(prompt)))
+                try:
+                    async for event in generation:
                         if isinstance(event, TokenEvent):
                             self._engine.count_token()
                         await control.write_message(self._writer, {"id": message["id"], **event_message(event)})
-            except KvasirError as error:
-                await self._send({"id": message["id"], "event": "error", "error": error.as_dict()})
+                except KvasirError as error:
+                    await self._send({"id": message["id"], "event": "error", "error": error.as_dict()})
 
     async def _cancel(self, message: Message) -> None:
         task = self._generating.get(message.get("request", 0))
@@ -234,7 +237,7 @@ class VerbSession:
         if stage is not None:
             started = time.monotonic()
             row = torch.zeros(1, stage.shape.n_embd)
-            await self._engine.compute.run(lambda: stage.forward(row, stage.new_cache(1), 0))
+            await self._engine.compute.run(lambda: stage.forward(row, [Span(stage.new_cache(1), 0, 1)]))
             await self._send(control.reply(message, warm_s=time.monotonic() - started))
         else:
             await self._send(control.reply(message, warm_s=0.0))

@@ -55,8 +55,8 @@ def q6_k(blocks: Tensor) -> Tensor:
     return to_f32(low | (high << 4)).sub_(32).mul_(scale.unsqueeze(-1)).flatten(1)
 
 
-def _scale_and_shift(blocks: Tensor, q: Tensor) -> Tensor:
-    """Q4_K and Q5_K share their head: quants (N, 8, 32) -> (N, 256).
+def scales_and_offsets(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """The eight six-bit scales and mins of a Q4_K or Q5_K super-block, uint8 (N, 8) each.
 
     Scales and mins 0..3 are the low six bits of bytes 0..3 and 4..7; of 4..7, the low nibbles are in bytes 8..11 (scale
     low, min high) and the two high bits sit above scales and mins 0..3.
@@ -65,6 +65,12 @@ def _scale_and_shift(blocks: Tensor, q: Tensor) -> Tensor:
     first, second, third = packed[:, :4], packed[:, 4:8], packed[:, 8:12]
     scale = torch.cat((first & 0x3F, (third & 0xF) | ((first >> 2) & 0x30)), dim=-1)
     offset = torch.cat((second & 0x3F, (third >> 4) | ((second >> 2) & 0x30)), dim=-1)
+    return scale, offset
+
+
+def _scale_and_shift(blocks: Tensor, q: Tensor) -> Tensor:
+    """Q4_K and Q5_K share their head: quants (N, 8, 32) -> (N, 256)."""
+    scale, offset = scales_and_offsets(blocks)
     scale_f32 = to_f32(scale).mul_(f16(blocks, 0))
     offset_f32 = to_f32(offset).mul_(f16(blocks, 2))
     return to_f32(q).mul_(scale_f32.unsqueeze(-1)).sub_(offset_f32.unsqueeze(-1)).flatten(1)

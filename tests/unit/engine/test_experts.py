@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from kvasir_console.engine.checkpoint.gguf import Checkpoint
 from kvasir_console.engine.experts import ExpertBank
+from kvasir_console.engine.forms import REFERENCE, Forms
 from kvasir_console.errors import ModelError, RequestError
 from kvasir_console.relay.wire.dispatch import Request, RequestDecoder, reply_bytes
 
@@ -76,14 +77,14 @@ def model_path(tmp_path_factory) -> Path:
     return write_tiny_llama(path, n_expert=N_EXPERT, n_expert_used=2, weight_type=kinds, seed=21)
 
 
-def load(path: Path, begin: int = 0, end: int = N_EXPERT) -> ExpertBank:
+def load(path: Path, begin: int = 0, end: int = N_EXPERT, forms: Forms = REFERENCE) -> ExpertBank:
     with Checkpoint.open(path) as checkpoint:
-        return ExpertBank.load(checkpoint, 1, begin, end)
+        return ExpertBank.load(checkpoint, 1, begin, end, forms=forms)
 
 
 @pytest.fixture(scope="module")
-def bank(model_path) -> ExpertBank:
-    return load(model_path)
+def bank(model_path, forms) -> ExpertBank:
+    return load(model_path, forms=forms)
 
 
 def exact_output(path: Path, expert: int, row: np.ndarray) -> np.ndarray:
@@ -97,13 +98,14 @@ def exact_output(path: Path, expert: int, row: np.ndarray) -> np.ndarray:
     return down @ (opened / (1 + np.exp(-opened)) * (up @ row))
 
 
-def test_outputs_are_those_of_the_formula(model_path, bank):
+def test_outputs_are_those_of_the_formula(model_path, bank, forms):
     rows = torch.randn(3, N_EMBD, generator=torch.Generator().manual_seed(1))
     row_idx, ids = torch.tensor([2, 0, 0, 1, 2]), torch.tensor([5, 0, 3, 3, 0])
     got = bank.outputs(rows, row_idx, ids).numpy()
     for pair, (row, expert) in enumerate(zip(row_idx.tolist(), ids.tolist(), strict=True)):
         wanted = exact_output(model_path, expert, rows[row].double().numpy())
-        assert np.abs(got[pair] - wanted).max() < 1e-5 * np.abs(wanted).max()
+        assert np.abs(got[pair] - wanted).max() < (3e-2 if forms.name == "eager" else 1e-5) * np.abs(wanted).max()
+    assert bank.pairs.sum() >= len(ids)
 
 
 def test_a_window_holds_its_experts_and_no_other_bytes(model_path):
@@ -112,9 +114,13 @@ def test_a_window_holds_its_experts_and_no_other_bytes(model_path):
     assert (window.layer, window.begin, window.end) == (1, 2, 5)
     assert (window.n_embd, window.n_ff) == (N_EMBD, N_FF)
     assert window.tensor_bytes == 3 * 3 * N_EMBD * N_FF * 4
+    held: dict[str, list[np.ndarray]] = {}
     for name, tensor in window.named_tensors():
+        held.setdefault(name, []).append(tensor.numpy())
+    assert len(held) == 3
+    for name, experts in held.items():
         values = dequantize(reader[name].data, reader[name].tensor_type)[2:5]
-        assert np.array_equal(tensor.numpy(), values), name
+        assert np.array_equal(np.stack(experts), values), name
 
 
 def pairs_of(draw_rows: int):
@@ -124,14 +130,14 @@ def pairs_of(draw_rows: int):
 
 @settings(max_examples=60, deadline=None)
 @given(pairs=pairs_of(9), split=st.integers(1, N_EXPERT - 1))
-def test_a_group_has_the_same_bits_wherever_it_is_computed(model_path, bank, pairs, split):
+def test_a_group_has_the_same_bits_wherever_it_is_computed(model_path, bank, forms, pairs, split):
     rows = torch.randn(9, N_EMBD, generator=torch.Generator().manual_seed(2))
     row_idx, ids = (torch.tensor(values) for values in zip(*pairs, strict=True))
     whole = bank.outputs(rows, row_idx, ids)
     for begin, end in ((0, split), (split, N_EXPERT)):
         mine = (ids >= begin) & (ids < end)
         sent, index = torch.unique(row_idx[mine], return_inverse=True)
-        part = load(model_path, begin, end).outputs(rows[sent], index, ids[mine] - begin)
+        part = load(model_path, begin, end, forms).outputs(rows[sent], index, ids[mine] - begin)
         assert torch.equal(part, whole[mine])
 
 

@@ -13,21 +13,13 @@ def random(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(5))
 
 
-@pytest.mark.parametrize(("given", "padded"), [(0, 0), (1, 1), (3, 3), (4, 4), (5, 8), (255, 256)])
-def test_only_many_rows_are_padded_and_with_zeros(given, padded):
-    x = random(given, 6)
-    y = kernels.pad_rows(x)
-    assert y.shape == (padded, 6)
+@pytest.mark.parametrize(("given", "padded"), [(0, 0), (1, 4), (3, 4), (4, 4), (5, 8), (255, 256)])
+def test_rows_are_padded_with_zeros(given, padded):
+    x = random(given, 3, 5)
+    y = kernels.tile_rows(x)
+    assert y.shape == (padded, 3, 5)
     assert torch.equal(y[:given], x)
     assert not y[given:].any()
-
-
-def test_tiled_rows_are_never_few():
-    x = random(1, 3, 5)
-    y = kernels.tile_rows(x)
-    assert y.shape == (kernels.ROW_TILE, 3, 5)
-    assert torch.equal(y[:1], x)
-    assert not y[1:].any()
 
 
 @pytest.mark.parametrize("rows", [1, 4, 700])
@@ -39,23 +31,39 @@ def test_swiglu_is_the_formula_however_it_is_cut(rows):
     assert torch.equal(kernels.swiglu(x)[-1:], kernels.swiglu(x[-1:]))
 
 
+@pytest.mark.parametrize("rows", [1, 700])
+def test_geglu_is_the_formula_however_it_is_cut(rows):
+    x = random(rows, 2 * 96)
+    gate, up = x.double().numpy()[:, :96], x.double().numpy()[:, 96:]
+    wanted = 0.5 * gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3))) * up
+    assert np.abs(kernels.geglu(x).numpy() - wanted).max() < 2e-6
+    assert torch.equal(kernels.geglu(x)[-1:], kernels.geglu(x[-1:]))
+
+
 def test_rms_norm_is_the_formula():
     x, weight = random(5, 64), random(64)
     exact = x.double().numpy()
-    wanted = exact / np.sqrt((exact**2).mean(axis=1, keepdims=True) + 1e-5) * weight.double().numpy()
-    assert np.abs(kernels.rms_norm(x, weight, 1e-5).numpy() - wanted).max() < 2e-6
+    plain = exact / np.sqrt((exact**2).mean(axis=1, keepdims=True) + 1e-5)
+    assert np.abs(kernels.rms_norm(x, weight, 1e-5).numpy() - plain * weight.double().numpy()).max() < 2e-6
+    assert np.abs(kernels.rms_norm(x, None, 1e-5).numpy() - plain).max() < 2e-6
 
 
-def test_row_invariance_is_measured_and_not_assumed(monkeypatch):
-    weight = random(96, 64).t().contiguous().t()
-    linear = kernels.linear
-
-    def company_matters(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        return linear(x, w) * (1 + 1e-6 * len(x))
-
-    honest = kernels.row_invariant(weight)
-    monkeypatch.setattr(kernels, "linear", company_matters)
-    assert not kernels.row_invariant(weight)
-    monkeypatch.setattr(kernels, "linear", lambda x, w: (x.double().unsqueeze(1) * w.double()).sum(-1).float())
-    assert kernels.row_invariant(weight)
-    assert isinstance(honest, bool)
+@pytest.mark.parametrize(
+    ("rotate", "pairs"),
+    [(kernels.rotate_pairs, [(0, 1), (2, 3), (4, 5)]), (kernels.rotate_halves, [(0, 3), (1, 4), (2, 5)])],
+    ids=["pairs", "halves"],
+)
+def test_rotation_turns_each_pair_by_its_angle(rotate, pairs):
+    """By rotation matrices in float64; the values past rope_dim stay."""
+    positions, frequencies = torch.tensor([0, 7, 8191]), torch.tensor([1.0, 0.1, 0.001], dtype=torch.float64)
+    x = random(3, 2, 8)
+    got = x.clone()
+    rotate(got[..., :6], kernels.turns(positions, frequencies))
+    wanted = x.double().numpy().copy()
+    for row, position in enumerate(positions.tolist()):
+        for (first, second), frequency in zip(pairs, frequencies.tolist(), strict=True):
+            angle = position * frequency
+            turn = np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
+            wanted[row, :, [first, second]] = turn @ wanted[row, :, [first, second]]
+    assert np.abs(got.numpy() - wanted).max() < 1e-6
+    assert torch.equal(got[..., 6:], x[..., 6:])

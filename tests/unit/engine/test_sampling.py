@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvasir_console.engine.sampling import SamplingParams, candidates, sample, uniform
+from kvasir_console.engine.sampling import SamplingParams, candidates, log_probabilities, sample, uniform
 from kvasir_console.errors import EngineError, RequestError
 
 LOGITS = torch.tensor([0.5, 2.0, -1.0, 1.5, 2.0, 0.0, -3.0, 1.0])
@@ -112,6 +112,18 @@ def test_top_p_keeps_the_fewest_tokens_that_reach_p(values, temperature, p):
     assert all(every[i] <= least + 1e-12 for i in range(len(values)) if i not in set(ids))
 
 
+@settings(deadline=None, max_examples=30)
+@given(st.integers(0, 2**32 - 1), st.floats(0.3, 5), st.floats(0.5, 1, exclude_max=True))
+def test_top_p_over_a_large_vocabulary_is_what_sorting_all_of_it_gives(seed, temperature, p):
+    values = np.round(np.random.default_rng(seed).standard_normal(5000) * 2, 2)  # rounded: many are equal
+    ids, _ = candidates(torch.tensor(values), SamplingParams(temperature, top_p=p))
+    weights = np.exp((values - values.max()) / temperature)
+    weights /= weights.sum()
+    order = np.argsort(-weights, kind="stable")
+    keep = int(np.searchsorted(np.cumsum(weights[order]), p)) + 1
+    assert list(ids) == sorted(order[:keep])
+
+
 @settings(deadline=None)
 @given(finite_logits, temperatures, st.floats(0.001, 1))
 def test_min_p_keeps_what_is_likely_enough_beside_the_first(values, temperature, p):
@@ -159,6 +171,66 @@ def test_only_a_candidate_is_ever_chosen_and_a_replay_chooses_it_again(values, t
 @pytest.mark.parametrize("temperature", [5e-324, 1e-300, 1e-9])
 def test_a_tiny_temperature_is_greedy(temperature):
     assert sample(torch.tensor([1.0, 3.0, 2.0]), SamplingParams(temperature), 7) == 1
+
+
+# -- penalties ---------------------------------------------------------------------------------------------------------
+
+
+def penalized(values: list[float], params: SamplingParams, history: list[int]) -> list[float]:
+    """By the definition, token by token."""
+    values = list(values)
+    window = history if params.penalty_last_n == -1 else history[max(0, len(history) - params.penalty_last_n) :]
+    for token in set(window if params.penalty_last_n else []):
+        value = values[token]
+        value = value / params.repetition_penalty if value > 0 else value * params.repetition_penalty
+        values[token] = value - window.count(token) * params.frequency_penalty - params.presence_penalty
+    return values
+
+
+@settings(deadline=None)
+@given(
+    finite_logits,
+    st.floats(0.1, 5),
+    st.floats(-2, 2),
+    st.floats(-2, 2),
+    st.sampled_from([-1, 0, 1, 3, 64]),
+    st.data(),
+)
+def test_penalties_come_first_and_by_the_definition(values, repeat, presence, frequency, last_n, data):
+    values = torch.tensor(values, dtype=torch.float64).tolist()
+    history = data.draw(st.lists(st.integers(0, len(values) - 1), max_size=70))
+    params = SamplingParams(1.0, 0, 1.0, 0.0, 3, repeat, presence, frequency, last_n)
+    wanted = torch.tensor(penalized(values, params, history), dtype=torch.float64)
+    plain = SamplingParams(1.0, seed=3)
+    logits = torch.tensor(values, dtype=torch.float64)
+    assert np.allclose(candidates(logits, params, history)[1], candidates(wanted, plain)[1], atol=1e-12)
+    greedy = SamplingParams(0.0, 0, 1.0, 0.0, 3, repeat, presence, frequency, last_n)
+    assert wanted[sample(logits, greedy, 0, history)] == wanted.max()
+    assert logits.tolist() == values  # the caller's logits are as they were
+
+
+def test_a_penalty_above_one_makes_a_token_less_likely_whatever_its_sign():
+    for value in (2.0, -2.0):
+        logits = torch.tensor([value, value])
+        _, probabilities = candidates(logits, SamplingParams(1.0, repetition_penalty=1.5), [0])
+        assert probabilities[0] < probabilities[1]
+
+
+# -- log probabilities -------------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None)
+@given(finite_logits, st.integers(0, 50), st.data())
+def test_log_probabilities_are_those_of_softmax(values, top, data):
+    token = data.draw(st.integers(0, len(values) - 1))
+    values = torch.tensor(values, dtype=torch.float32).double().tolist()
+    logprob, best = log_probabilities(torch.tensor(values, dtype=torch.float64), token, top)
+    with np.errstate(divide="ignore"):
+        every = np.log(softmax(values, 1.0))
+    near = [value for value in every if value > -600]
+    assert logprob == pytest.approx(every[token], abs=1e-9) or every[token] not in near
+    ranked = sorted(range(len(values)), key=lambda i: (-values[i], i))[:top]
+    assert [token for token, _ in best] == ranked
 
 
 # -- how often they come -----------------------------------------------------------------------------------------------
@@ -218,6 +290,13 @@ def test_seeds_and_positions_are_independent():
         ("seed", 1 << 64),
         ("seed", 0.5),
         ("seed", "x" * 1000),
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", math.nan),
+        ("presence_penalty", -2.1),
+        ("frequency_penalty", 2.1),
+        ("frequency_penalty", "0"),
+        ("penalty_last_n", -2),
+        ("penalty_last_n", 0.5),
     ],
 )
 def test_parameters_out_of_range_are_refused_by_name(field, value):

@@ -10,7 +10,7 @@ import torch
 from gguf import GGUFWriter
 
 from kvasir_console.engine.checkpoint.gguf import Checkpoint
-from kvasir_console.engine.stage import Stage
+from kvasir_console.engine.stage import Span, Stage
 from kvasir_console.errors import ModelError
 
 from builders import Quant, write_tiny_llama
@@ -36,7 +36,7 @@ def run(stage: Stage, tokens: list[int], *, step: int) -> torch.Tensor:
     """(tokens, vocabulary): the logits of every position, fed ``step`` tokens at a time."""
     cache = stage.new_cache(len(tokens))
     rows = [
-        stage.forward(stage.embed(torch.tensor(tokens[at : at + step])), cache, at)
+        stage.forward(stage.embed(torch.tensor(tokens[at : at + step])), [Span(cache, at, len(tokens[at : at + step]))])
         for at in range(0, len(tokens), step)
     ]
     return stage.logits(torch.cat(rows))
@@ -120,7 +120,7 @@ def test_equal_experts_are_taken_by_the_lowest_id(tmp_path):
     stage = load(write_tiny_llama(tmp_path / "tiny.gguf", n_layer=1, n_expert=5, n_expert_used=3))
     dict(stage.named_tensors())["blk.0.ffn_gate_inp.weight"].zero_()
     routes = Routes()
-    stage.forward(stage.embed(torch.arange(6)), stage.new_cache(8), 0, routes)
+    stage.forward(stage.embed(torch.arange(6)), [Span(stage.new_cache(8), 0, 6)], routes)
     ((_, ids, weights),) = routes.seen
     assert ids.tolist() == [[0, 1, 2]] * 6
     assert torch.allclose(weights, torch.full((6, 3), 1 / 3))
@@ -134,7 +134,7 @@ def test_weights_follow_the_file_when_it_says_not_to_rescale(tmp_path):
     stage = load(write_tiny_llama(tmp_path / "tiny.gguf", n_layer=1, n_expert=6, n_expert_used=2, extra=extra))
     router = dict(stage.named_tensors())["blk.0.ffn_gate_inp.weight"].double().numpy()
     routes = Routes()
-    stage.forward(stage.embed(torch.arange(40)), stage.new_cache(40), 0, routes)
+    stage.forward(stage.embed(torch.arange(40)), [Span(stage.new_cache(40), 0, 40)], routes)
     ((x, ids, weights),) = routes.seen
     scores = np.exp(x.double().numpy() @ router.T)
     probabilities = scores / scores.sum(axis=1, keepdims=True)

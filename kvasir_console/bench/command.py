@@ -1,0 +1,57 @@
+"""``kvasir-console bench``: speed and exactness, as ratios against a peer in the same run."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from kvasir_console.errors import ExitCode, UsageError
+from kvasir_console.paths import Paths
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from kvasir_console.bench import engine
+    from kvasir_console.node import catalogue
+
+    if arguments.pairs < 1:
+        raise UsageError("bad_pairs", "--pairs takes 1 or more.")
+    model = Path(arguments.model)
+    if not model.suffix:
+        model = catalogue.pull(arguments.model, Paths.from_environment().ensure())
+    report = asyncio.run(
+        engine.run(
+            model.absolute(),
+            peer=arguments.peer,
+            pairs=arguments.pairs,
+            threads=arguments.threads or psutil.cpu_count(logical=False) or 1,
+            kernels=arguments.kernels,
+            seed=arguments.seed,
+            say=lambda line: print(line, file=sys.stderr, flush=True),
+        )
+    )
+    print(json.dumps(report, indent=2) if arguments.json else _describe(report))
+    return ExitCode.OK
+
+
+def _describe(report: dict[str, Any]) -> str:
+    peer = report.get("peer")
+    lines = [
+        f"{report['model']}, {report['threads']} threads, kernels {report['kernels']}, {report['pairs']} measurements",
+        f"{'':14}{'ours':>10}" + (f"{peer['name']:>12}{'ratio':>8}   95% of it" if peer else ""),
+    ]
+    for figure, label in (("decode", "decode tok/s"), ("prefill", "prefill tok/s"), ("batch8", "batch 8 tok/s")):
+        row = f"{label:14}{report[f'{figure}_tps']:>10.1f}"
+        if peer:
+            low, high = report[f"{figure}_ratio_ci"]
+            row += f"{peer[f'{figure}_tps']:>12.1f}{report[f'{figure}_ratio']:>8.2f}   {low:.2f} to {high:.2f}"
+        lines.append(row)
+    kl = f"KL from f32   {report['kl_vs_f32']:>10.2e}" + (f"{peer['kl_vs_f32']:>12.2e}" if peer else "")
+    lines += [kl, f"first token   {report['ttft_ms']:>10.1f} ms", f"load          {report['load_s']:>10.2f} s"]
+    lines.append(f"memory        {report['rss_mib']:>10.0f} MiB")
+    return "\n".join(lines)

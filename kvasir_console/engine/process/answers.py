@@ -1,0 +1,68 @@
+"""Tokens that rank 0 of a ring waits for, and errors that come instead."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from kvasir_console.errors import EngineError, KvasirError
+
+
+@dataclass(frozen=True, slots=True)
+class _Expected:
+    count: int
+    tokens: list[int]
+    done: asyncio.Future[list[int]]
+
+
+class Answers:
+    """By request: at most one answer of a known number of tokens is expected at a time."""
+
+    def __init__(self, n_vocab: int) -> None:
+        self._n_vocab = n_vocab
+        self._expected: dict[int, _Expected] = {}
+        self._failed: dict[int, KvasirError] = {}
+
+    def expect(self, request_id: int, count: int) -> asyncio.Future[list[int]]:
+        """What the future holds: ``count`` tokens, or the error that came instead or had come before."""
+        done: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
+        if (error := self._failed.pop(request_id, None)) is not None:
+            done.set_exception(error)
+        elif count == 0:
+            done.set_result([])
+        else:
+            self._expected[request_id] = _Expected(count, [], done)
+        return done
+
+    def receive(self, request_id: int, token: int) -> None:
+        """A token came from the last rank. One for nobody was for a request that is gone."""
+        expected = self._expected.get(request_id)
+        if expected is None:
+            return
+        if token >= self._n_vocab:
+            trouble = EngineError("bad_token", f"The ring's last rank chose {token}, which is no token.", "Ask again.")
+            self.fail(request_id, trouble)
+            return
+        expected.tokens.append(token)
+        if len(expected.tokens) == expected.count:
+            del self._expected[request_id]
+            if not expected.done.done():
+                expected.done.set_result(expected.tokens)
+
+    def fail(self, request_id: int, error: KvasirError) -> None:
+        """A request is lost: who waits for it hears of it now, else who expects its next answer."""
+        expected = self._expected.pop(request_id, None)
+        if expected is None:
+            self._failed[request_id] = error
+        elif not expected.done.done():
+            expected.done.set_exception(error)
+
+    def fail_all(self, error: KvasirError) -> None:
+        """Every answer that is expected now is lost."""
+        for request_id in list(self._expected):
+            self.fail(request_id, error)
+
+    def forget(self, request_id: int) -> None:
+        """The request is over; who still waits for it is told so."""
+        self.fail(request_id, EngineError("released", "The request was cancelled."))
+        self._failed.pop(request_id, None)

@@ -1,0 +1,65 @@
+"""The compute thread: one thing at a time, in order, and it knows when others wait."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from kvasir_console.engine.process.compute import Compute
+
+
+@pytest.fixture
+def compute() -> Iterator[Compute]:
+    thread = Compute()
+    yield thread
+    thread.close()
+
+
+async def test_work_runs_in_order_on_one_thread_without_autograd(compute: Compute) -> None:
+    order: list[int] = []
+
+    def work(number: int) -> tuple[str, bool]:
+        order.append(number)
+        return threading.current_thread().name, torch.is_inference_mode_enabled()
+
+    results = await asyncio.gather(*(compute.run(lambda n=n: work(n)) for n in range(5)))
+    assert order == list(range(5))
+    assert len({name for name, _ in results}) == 1
+    assert all(inference for _, inference in results)
+    assert results[0][0] != threading.current_thread().name
+
+
+async def test_an_error_reaches_who_asked(compute: Compute) -> None:
+    with pytest.raises(ZeroDivisionError):
+        await compute.run(lambda: 1 // 0)
+    assert await compute.run(lambda: 1) == 1
+
+
+async def test_long_work_sees_that_others_wait_also_after_some_have_given_up(compute: Compute) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def long() -> bool:
+        begun.set()
+        go_on.wait(10)
+        return compute.wanted
+
+    for impatient in (False, True):
+        begun.clear()
+        go_on.clear()
+        first = asyncio.create_task(compute.run(long))
+        await asyncio.to_thread(begun.wait, 10)
+        assert not compute.wanted
+        second = asyncio.create_task(compute.run(lambda: 2))
+        await asyncio.sleep(0)
+        assert compute.wanted
+        if impatient:
+            second.cancel()
+            await asyncio.wait([second])
+        go_on.set()
+        assert await first is not impatient
+        assert impatient or await second == 2
+    assert not compute.wanted

@@ -44,6 +44,8 @@ class Mixed:
     n_used: int
     normalised: bool = True
     scale: float = 1.0
+    pairs: Tensor | None = None
+    """(E,) int64: to each expert's number the rows it was given are added."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,12 +166,16 @@ class Layers:
                 if (gate_up.n_in, down.n_out) != (D, D):
                     raise EngineError("wrong_rows", f"The network of layer {index} does not fit it.")
                 network = network_view(gate_up, down, activation)
-            case Mixed(router, experts, n_used, normalised, scale):
-                if (router.n_in, router.n_out, experts.n_embd) != (D, len(experts), D) or not 1 <= n_used <= len(
-                    experts
+            case Mixed(router, experts, n_used, normalised, scale, pairs):
+                if (router.n_in, router.n_out, experts.n_embd) != (D, len(experts), D) or not (
+                    1 <= n_used <= len(experts)
                 ):
                     raise EngineError("wrong_rows", f"The mixture of layer {index} does not fit it.")
-                mixture = MixtureView(router.pointer, experts.views, n_used, int(normalised), scale)
+                if pairs is not None and (
+                    pairs.shape != (len(experts),) or pairs.dtype != torch.int64 or not pairs.is_contiguous()
+                ):
+                    raise EngineError("wrong_rows", f"The experts of layer {index} are {len(experts)} to be counted.")
+                mixture = MixtureView(router.pointer, experts.views, n_used, int(normalised), scale, _address(pairs))
                 self._mixtures.append(mixture)
             case None:
                 pass

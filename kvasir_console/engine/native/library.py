@@ -18,7 +18,7 @@ __all__ = ["Library", "load"]
 
 log = logging.getLogger(__name__)
 
-_VERSION = 1
+_VERSION = 2
 _P, _N, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 
 
@@ -69,6 +69,7 @@ class MixtureView(ctypes.Structure):
         ("n_used", _N),
         ("normalised", _N),
         ("scale", _F),
+        ("pairs", _P),
     )
 
 

@@ -206,7 +206,7 @@ class Scheduler:
             "admitted": self._admitted,
             "steps": self._step_count,
             "rows": self.rows,
-            "batch_sizes": {str(size): count for size, count in sorted(self._batches.items())},
+            "batch_sizes": {str(size): count for size, count in sorted(self._batches.copy().items())},
             "speculation": {
                 "drafted": self._drafted,
                 "accepted": self._accepted,
@@ -258,8 +258,8 @@ class Scheduler:
             self._waiting.popleft()
             try:
                 sequence = await self._pipeline.open(request.params)
-            except KvasirError as error:
-                request.finish(error)
+            except Exception as error:
+                request.finish(as_engine_error(error))
                 self._leave(request)
                 continue
             self._admitted += 1
@@ -275,9 +275,8 @@ class Scheduler:
         progress.tally = each.sequence.tally
         try:
             progress.trace_path = await self._pipeline.close(each.sequence)
-        except (KvasirError, OSError) as error:
-            log.warning("a sequence was not closed properly: %s", error)
-            each.error = each.error or EngineError("not_closed", f"The request could not be completed: {error}")
+        except Exception as error:  # a trace that cannot be written, say
+            each.error = each.error or as_engine_error(error)
         refused = each.error is not None and each.error.code == "kv_budget_full"
         if refused and not each.cancelled and len(each.tokens) == each.prompt_length and self._running:
             self._full = True
@@ -356,7 +355,7 @@ class Scheduler:
         def more(outcomes: list[Outcome]) -> list[Feed]:
             nonlocal batch, started
             over = self._account(batch, outcomes, self._clock() - started)
-            loop.call_soon_threadsafe(_flush, [each.request for each, _ in batch])
+            loop.call_soon_threadsafe(_flush, [each.request for each, _ in batch if each in self._running])
             if over or self._wake.is_set() or self._pipeline.depth > 1:
                 return []
             batch, started = self._feeds(), self._clock()

@@ -22,7 +22,7 @@ int32_t computing(F&& work) {
 
 extern "C" {
 
-int32_t kv_version() { return 1; }
+int32_t kv_version() { return 2; }
 
 const char* kv_isa() { return ISA; }
 

@@ -13,6 +13,7 @@ struct Mixture {
     const Network* experts;  // all of them, by id
     int64_t n_used, normalised;
     double scale;
+    int64_t* pairs;  // how many rows each expert was given, added to; or null
 };
 
 struct Layer {
@@ -89,6 +90,8 @@ inline void mixture_rows(const Mixture& mixture, const float* x, int64_t rows, i
                   &weights[size_t(r * K)]);
         std::fill_n(row_idx.begin() + r * K, K, r);
     }
+    if (mixture.pairs)
+        for (const int64_t id : ids) mixture.pairs[id] += 1;
     expert_outputs(mixture.experts, x, width, row_idx.data(), ids.data(), pairs, terms, pool);
     weighted_sum(terms, row_idx.data(), weights.data(), pairs, width, rows, out, width, pool);
 }

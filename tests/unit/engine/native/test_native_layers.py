@@ -233,6 +233,24 @@ def test_a_layers_halves_give_the_bits_of_the_whole(library, kind):
     assert torch.equal(got, whole)
 
 
+def test_what_each_expert_does_is_counted(library):
+    w, counts = Weights(library), torch.zeros(E, dtype=torch.int64)
+    layer = _mixture(w)
+    assert isinstance(layer.feed_forward, Mixed)
+    layer = replace(layer, feed_forward=replace(layer.feed_forward, pairs=counts))
+    layers = Layers([layer], n_head_kv=J, head_dim=h, library=library)
+    batch = Batch([(0, T, [torch.zeros(1, 2, J, 256, h)], [])], n_layer=1, n_head_kv=J, head_dim=h)
+    turns = [torch.ones(T, h // 2, dtype=torch.complex64)]
+    normed = layers.attention_half(0, _x(), batch, turns)
+    ids, _ = route(library, layer.feed_forward.router(normed), USED, normalised=True, scale=1.0)
+    for times in (1, 2):
+        layers.forward(_x(), batch, turns)
+        assert torch.equal(counts, times * torch.bincount(ids.view(-1), minlength=E))
+    with pytest.raises(EngineError):
+        wrong = replace(layer, feed_forward=replace(layer.feed_forward, pairs=counts[:-1]))
+        Layers([wrong], n_head_kv=J, head_dim=h, library=library)
+
+
 def test_a_layer_whose_network_is_elsewhere_has_a_first_half_only(library):
     w = Weights(library)
     layers = Layers([replace(_llama(w), feed_forward=None)], n_head_kv=J, head_dim=h, library=library)

@@ -23,11 +23,11 @@ import builders
 PARAMS = SequenceParams(SamplingParams(), 600, tuple(range(5, 35)))
 
 
-@pytest.fixture(scope="module")
-def stage(tmp_path_factory: pytest.TempPathFactory) -> Stage:
+@pytest.fixture(scope="module", params=["f32", "f16"])
+def stage(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Stage:
     path = builders.write_tiny_llama(tmp_path_factory.mktemp("m") / "m.gguf", seed=4, context_length=1024)
     with Checkpoint.open(path) as checkpoint, torch.inference_mode():
-        return Stage.load(checkpoint, 0, 2)
+        return Stage.load(checkpoint, 0, 2, kv_type=request.param)
 
 
 @pytest.fixture
@@ -122,3 +122,19 @@ async def test_a_request_that_comes_in_the_middle_of_another_begins_from_its_blo
     one, other = await step(pipeline, [Feed(each, rest, PREFILL_CHUNK, 1) for each in (first, second)])
     assert one == other
     assert (first.tally.rows, second.tally.rows) == (PREFILL_CHUNK + 40, 40)
+
+
+async def test_of_a_prompt_that_is_kept_whole_the_last_block_is_computed_again(stage: Stage, compute: Compute) -> None:
+    pipeline = made(stage, compute)
+    params = replace(PARAMS, prompt_tokens=tuple(5 + n % 250 for n in range(2 * PREFILL_CHUNK)))
+    chosen = []
+    for reused in (0, PREFILL_CHUNK):
+        sequence = await pipeline.open(params)
+        assert sequence.reused == reused
+        for begin in range(reused, 2 * PREFILL_CHUNK, PREFILL_CHUNK):
+            tokens = list(params.prompt_tokens[begin : begin + PREFILL_CHUNK])
+            (choices,) = await step(pipeline, [Feed(sequence, tokens, begin, int(begin > 0))])
+        chosen.append(choices)
+        await pipeline.close(sequence)
+    assert chosen[0] == chosen[1]
+    assert len(chosen[0]) == 1

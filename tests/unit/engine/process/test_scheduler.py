@@ -430,3 +430,34 @@ async def test_an_interruptible_pipeline_frees_in_the_middle_of_a_step():
     await run(scheduler, fine)
     assert fine.tokens == fine.wanted
     assert stuck.tokens == []
+
+
+async def test_a_request_joins_at_the_next_step():
+    pipeline = CountedPipeline()
+    scheduler = Scheduler(pipeline)
+    stream, late = Asked(prompt(1), 500), Asked(prompt(2), 5)
+    scheduler.submit(stream)
+    await stream.reaches(10)
+    await run(scheduler, late)
+    assert len(stream.tokens) < 30
+    await scheduler.cancel(stream)
+
+
+@pytest.mark.parametrize("trouble", [OSError("disk full"), RuntimeError("bug")])
+async def test_one_that_cannot_be_closed_properly_is_told_and_the_others_go_on(trouble: Exception):
+    pipeline = CountedPipeline()
+    close, failures = pipeline.close, [trouble]
+
+    async def failing(sequence: CountedSequence) -> str | None:
+        await close(sequence)
+        if failures:
+            raise failures.pop()
+        return None
+
+    pipeline.close = failing  # type: ignore[method-assign]
+    first, second = Asked(prompt(1), 3), Asked(prompt(2), 9)
+    await run(Scheduler(pipeline), first, second)
+    assert first.error is not None
+    assert str(trouble) in first.error.message
+    assert second.error is None
+    assert second.tokens == second.wanted

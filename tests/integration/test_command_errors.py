@@ -16,7 +16,9 @@ import builders
 
 
 def console(home: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("KVASIR_") or name == "KVASIR_KERNELS"}
+    inherited = {
+        name: value for name, value in os.environ.items() if not name.startswith("KVASIR_") or name == "KVASIR_KERNELS"
+    }
     return subprocess.run(
         [sys.executable, "-m", "kvasir_console", *arguments],
         env={**inherited, "KVASIR_HOME": str(home), **environment},

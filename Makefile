@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-stamp
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: setup run test check lint types contracts unit soak clean
+.PHONY: setup run test check lint types contracts unit soak native-peer clean
 
 setup: $(STAMP)
 
@@ -36,10 +36,20 @@ contracts: setup
 	@$(BIN)/lint-imports
 
 unit: setup
-	@$(BIN)/python -m pytest tests/unit
+	@$(BIN)/python -m pytest -n 2 --dist worksteal tests/unit
 
-soak: setup
+# What is too long for every day: random kills by the thousand, and the engine against a native build of llama.cpp.
+soak: setup native-peer
 	@$(BIN)/python -m pytest tests/soak
+	@$(BIN)/kvasir-console bench engine --peer native
+
+native-peer: .venv-native/.stamp
+
+.venv-native/.stamp:
+	@echo "Building llama.cpp for this machine into .venv-native (a quarter of an hour)"
+	@$(PYTHON) -m venv .venv-native
+	@.venv-native/bin/python -m pip install --quiet --no-binary llama-cpp-python llama-cpp-python
+	@touch $@
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) .venv-native .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

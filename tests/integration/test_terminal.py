@@ -30,11 +30,8 @@ class Terminal:
         self._size = ("-x", str(columns), "-y", str(rows))
 
     def start(self, command: str, environment: dict[str, str]) -> None:
-        inherited = {
-            name: value
-            for name, value in os.environ.items()
-            if name == "KVASIR_KERNELS" or not name.startswith(("KVASIR_", "TMUX"))
-        }
+        ours = [name for name in os.environ if name.startswith(("KVASIR_", "TMUX")) and name != "KVASIR_KERNELS"]
+        inherited = {name: value for name, value in os.environ.items() if name not in ours}
         subprocess.run(
             ["tmux", "-S", str(self._socket), "-f", os.devnull, "new-session", "-d", *self._size, command],
             env={**inherited, **environment, "TERM": "xterm-256color"},

@@ -21,11 +21,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-import money_node
-import money_trunk
 import sqlalchemy as sa
-from money_node import wallet_key
-from money_trunk import LAYERS, PLAN_CUTS
 
 from kvasir_console import cli
 from kvasir_console.child import die_with_parent
@@ -42,7 +38,11 @@ from kvasir_console.wallet.localnet.bootstrap import bootstrap
 from kvasir_console.wallet.outbox import Outbox, SendState
 from kvasir_console.wallet.vault import open_vault
 
+import money_node
+import money_trunk
 from ledger_process import LedgerProcess
+from money_node import wallet_key
+from money_trunk import LAYERS, PLAN_CUTS
 
 PASSPHRASE = "a passphrase for tests"
 WALLETS = 3

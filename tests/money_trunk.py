@@ -13,14 +13,14 @@ import sys
 import time
 from typing import Any
 
-from money_node import wallet_key
-
 from kvasir_console.errors import KvasirError
 from kvasir_console.node.gateway.census import Census
 from kvasir_console.node.gateway.metering import Meter
 from kvasir_console.node.gateway.store import RequestRecord, Store
 from kvasir_console.node.placement.plan import Plan, PlannedStage
 from kvasir_console.relay.wire.signed import canonical_json
+
+from money_node import wallet_key
 
 PAUSE_S = 0.15
 LAYERS = 30

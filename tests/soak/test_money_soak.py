@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import postgresql_server
 import pytest
+
+import postgresql_server
 from money_parts import Money
 
 PAUSE_S = 0.6

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import postgresql_server
 import pytest
 from gateway_parts import tiny_models
 
 from kvasir_console.config import ServedModel
+
+import postgresql_server
 
 NewDatabase = Callable[[], str]
 

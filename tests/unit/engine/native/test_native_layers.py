@@ -246,8 +246,8 @@ def test_what_each_expert_does_is_counted(library):
     for times in (1, 2):
         layers.forward(_x(), batch, turns)
         assert torch.equal(counts, times * torch.bincount(ids.view(-1), minlength=E))
+    wrong = replace(layer, feed_forward=replace(layer.feed_forward, pairs=counts[:-1]))
     with pytest.raises(EngineError):
-        wrong = replace(layer, feed_forward=replace(layer.feed_forward, pairs=counts[:-1]))
         Layers([wrong], n_head_kv=J, head_dim=h, library=library)
 
 

@@ -12,6 +12,7 @@ import hashlib
 import logging
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
@@ -111,10 +112,18 @@ def _compile(compiler: str, flags: tuple[str, ...], library: Path, timeout_s: fl
 
 
 def _run(argv: list[str], timeout_s: float) -> subprocess.CompletedProcess[bytes]:
-    try:
-        return subprocess.run(argv, capture_output=True, stdin=subprocess.DEVNULL, timeout=timeout_s, check=False)
-    except subprocess.TimeoutExpired as error:
-        raise _BuildError(f"{argv[0]} took more than {timeout_s:.0f} s") from error
+    """Run a compiler; if it takes too long, end it and the programs it started."""
+    with subprocess.Popen(
+        argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+    ) as process:
+        try:
+            out, errors = process.communicate(timeout=timeout_s)
+        except BaseException as error:
+            os.killpg(process.pid, signal.SIGKILL)
+            if isinstance(error, subprocess.TimeoutExpired):
+                raise _BuildError(f"{argv[0]} took more than {timeout_s:.1f} s") from error
+            raise
+    return subprocess.CompletedProcess(argv, process.returncode, out, errors)
 
 
 def _first_line(text: bytes) -> str:

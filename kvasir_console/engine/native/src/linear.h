@@ -9,6 +9,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cstdlib>
 #include <memory>
 
 #include "formats.h"
@@ -69,7 +70,7 @@ template <class P, int PANELS>
 void one_row(const uint8_t* panel, int64_t units, const float* x, const float* sums, float* out, int last_lanes) {
     using Q = typename P::Quants;
     using S = typename P::Scales;
-    const Q quants;
+    const Q quants{};
     const int64_t panel_bytes = P::panel_bytes(units), scales_at = units * Q::BYTES;
     V total[PANELS];
     unroll<PANELS>([&](auto p) __attribute__((always_inline)) { total[p] = zero(); });
@@ -140,7 +141,7 @@ __attribute__((noinline)) void decode(const uint8_t* panel, int64_t units, int64
                                       const uint8_t* next_scales) {
     using Q = typename P::Quants;
     using S = typename P::Scales;
-    const Q quants;
+    const Q quants{};
     const uint8_t* all_scales = panel + units * Q::BYTES;
     for (int64_t unit = first; unit < first + count; ++unit, next += Q::BYTES) {
         for (int line = 0; line < Q::BYTES; line += 64) __builtin_prefetch(next + line);

@@ -218,7 +218,7 @@ KV_INLINE V add_where(V v, I words, V step) {
 constexpr const char* ISA = "portable";
 typedef float V __attribute__((vector_size(64)));
 typedef uint32_t I __attribute__((vector_size(64)));
-typedef int32_t S __attribute__((vector_size(64)));
+typedef int32_t Signed __attribute__((vector_size(64)));
 
 KV_INLINE V zero() { return V{}; }
 KV_INLINE V splat(float x) { return V{} + x; }
@@ -249,7 +249,7 @@ KV_INLINE V round_even(V a) {
     return (a + big) - big;
 }
 KV_INLINE V power_of_two(V n) {
-    const S exponent = (__builtin_convertvector(n, S) + 127) << 23;
+    const Signed exponent = (__builtin_convertvector(n, Signed) + 127) << 23;
     V out;
     std::memcpy(&out, &exponent, sizeof out);
     return out;

@@ -189,7 +189,16 @@ class Endpoints:
         if len(self._endpoints) == 1 or (self._surveyed_s is not None and now_s - self._surveyed_s < SURVEY_S):
             return
         self._surveyed_s = now_s
-        slots = await asyncio.gather(*(self._slot(each) for each in self._willing()))
+        # One after the other and in their order: were all asked at once, a fallback of another cluster could answer
+        # first and be taken for the right one.
+        known = []
+        for endpoint in self._willing():
+            try:
+                await self._identify(endpoint)
+                known.append(endpoint)
+            except (NetworkError, LedgerError) as error:
+                self._rest(endpoint, error)
+        slots = await asyncio.gather(*(self._slot(each) for each in known))
         newest = max((slot for _, slot in slots), default=0)
         for endpoint, slot in slots:
             lagged, endpoint.lags = endpoint.lags, 0 <= slot < newest - MAX_LAG_SLOTS
@@ -197,9 +206,8 @@ class Endpoints:
                 _log.warning("the RPC at %s is %d slots behind the others", host_of(endpoint.url), newest - slot)
 
     async def _slot(self, endpoint: _Endpoint) -> tuple[_Endpoint, int]:
-        """Its newest slot, or -1 without an answer or for another cluster's."""
+        """Its newest slot, or -1 without an answer."""
         try:
-            await self._identify(endpoint)
             return endpoint, int((await ask("its slot", endpoint.client.get_slot(Commitment.PROCESSED))).value)
         except (NetworkError, LedgerError) as error:
             self._rest(endpoint, error)

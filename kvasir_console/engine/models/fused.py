@@ -18,7 +18,7 @@ from kvasir_console.engine.checkpoint.shape import ModelShape
 from kvasir_console.engine.experts import ExpertBank, ExpertCompute, local_experts
 from kvasir_console.engine.kvcache import KVCache, KVLayout, Span
 from kvasir_console.engine.linear import Linear
-from kvasir_console.engine.native import Batch, DecoderLayer, Layers, Library, NativeLinear, ops
+from kvasir_console.engine.native import Batch, DecoderLayer, Layers, Library, Mixed, NativeLinear, ops
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,8 @@ class Fused:
 
     Args:
         routers: by index in the window, of the layers with routed experts. Their ``DecoderLayer`` has no second half:
-            the banks compute it, here or elsewhere, and count what each expert does.
+            whoever is asked computes it. Where that is this window's own banks, and the kernels can take them, the
+            window runs in one call all the same, with the same bits.
     """
 
     def __init__(
@@ -65,6 +66,25 @@ class Fused:
         self._library = library
         self._routers = routers
         self._own = local_experts(banks)
+        self._whole = self._with_experts(banks)
+
+    def _with_experts(self, banks: Mapping[int, ExpertBank]) -> Layers | None:
+        """The layers with their experts in them, which still count the pairs of each; ``None`` if one is not packed."""
+        shape, layers = self._shape, list(self.layers)
+        for index, router in self._routers.items():
+            bank = banks[self._begin + index]
+            if bank.compiled is None:
+                return None
+            mixed = Mixed(
+                router,
+                bank.compiled,
+                shape.n_expert_used,
+                shape.expert_weights_norm,
+                shape.expert_weights_scale,
+                torch.from_numpy(bank.pairs),
+            )
+            layers[index] = replace(layers[index], feed_forward=mixed)
+        return Layers(layers, n_head_kv=shape.n_head_kv, head_dim=shape.head_dim, library=self._library)
 
     def forward(
         self,
@@ -84,6 +104,9 @@ class Fused:
             head_dim=self._shape.head_dim,
         )
         at, end = 0, n_layer if end is None else end
+        if experts is None and self._whole is not None:
+            self._whole.forward(x, batch, turns, 0, end)
+            return x
         for index in sorted(self._routers):
             if index >= end:
                 break

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from kvasir_console.engine.checkpoint.gguf import Checkpoint
+from kvasir_console.engine.experts import local_experts
 from kvasir_console.engine.forms import Forms, compiled, eager
 from kvasir_console.engine.linear import Rows
 from kvasir_console.engine.native import Layers, Library
@@ -59,10 +60,23 @@ def test_whole_layers_are_used_and_give_what_operations_give(path, library, monk
     monkeypatch.setattr(Library, "call", counted)
     assert fused.kv_layout.panels
     got = run(fused)
-    assert calls == (len(fused.banks) or 1)  # experts are counted, and may be elsewhere: one call for each such layer
+    assert calls == 1  # the window's own experts are in it
     by_operations = load(path, Forms("native", compiled(library).linear))
     assert not by_operations.kv_layout.panels
     assert 0 < relative(got, run(by_operations)) < 2e-5
+
+
+def test_experts_computed_elsewhere_give_the_same_bits_and_are_counted_alike(library, tmp_path):
+    """The window in one call, and cut at every layer with experts: who computes them may change nothing."""
+    path = WRITERS["llama, mixture"](tmp_path / "tiny.gguf")
+    whole, halves = load(path, compiled(library)), load(path, compiled(library))
+    rows = whole.embed(torch.from_numpy(TOKENS))
+    one_call = whole.forward(rows, [Span(whole.new_cache(40), 0, 40)])
+    cut = halves.forward(rows, [Span(halves.new_cache(40), 0, 40)], local_experts(halves.banks))
+    assert torch.equal(one_call, cut)
+    for layer, bank in whole.banks.items():
+        assert bank.pairs.sum() == 40 * 2
+        assert np.array_equal(bank.pairs, halves.banks[layer].pairs)
 
 
 def test_layers_that_disagree_are_refused(path, library, monkeypatch, caplog):

@@ -116,7 +116,8 @@ def test_a_wrong_passphrase_is_told_and_the_vault_is_as_it_was(tmp_path: Path) -
     for file, text in ((right, "correct horse battery"), (wrong, "incorrect horse")):
         file.write_text(text)
         file.chmod(0o600)
-    created = console(tmp_path, "wallet", "create", "--passphrase-file", str(right), KVASIR_WALLET_KDF="interactive")
+    files = ("--passphrase-file", str(right), "--phrase-file", str(tmp_path / "words"))
+    created = console(tmp_path, "wallet", "create", *files, KVASIR_WALLET_KDF="interactive")
     assert created.returncode == 0, created.stderr
     vault = tmp_path / "data" / "vault.json"
     before = vault.read_bytes()

@@ -25,8 +25,7 @@ import sqlalchemy as sa
 
 from kvasir_console import cli
 from kvasir_console.child import die_with_parent
-from kvasir_console.node.gateway import payout
-from kvasir_console.node.gateway import store as tables
+from kvasir_console.node.gateway import payout, tables
 from kvasir_console.node.gateway.ledger import ClaimState, Ledger
 from kvasir_console.node.gateway.payout import MEMO_PREFIX
 from kvasir_console.node.gateway.store import Store

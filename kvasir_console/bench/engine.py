@@ -87,7 +87,10 @@ class OurEngine:
         await self._child.stop()
 
     async def _run(self, tokens: list[int], n: int, *, trace: bool = False) -> DoneEvent:
-        request = GenerateRequest(prompt_tokens=tuple(tokens), max_tokens=n, ignore_eos=True, trace=trace)
+        # Drafts would count: text of random prompts repeats itself, and a peer without them would look slow.
+        request = GenerateRequest(
+            prompt_tokens=tuple(tokens), max_tokens=n, ignore_eos=True, trace=trace, speculation="off"
+        )
         async for event in self.client.generate(request):
             if isinstance(event, DoneEvent):
                 return event

@@ -23,7 +23,8 @@ def home(tmp_path: Path) -> dict[str, str]:
     secret.write_text(PASSPHRASE)
     secret.chmod(0o600)
     settings = {"KVASIR_WALLET_KDF": "interactive", "KVASIR_NETWORK_GATEWAY": "http://127.0.0.1:9"}
-    create = [*COMMAND, "wallet", "create", "--passphrase-file", str(secret)]
+    words = str(tmp_path / "words")
+    create = [*COMMAND, "wallet", "create", "--passphrase-file", str(secret), "--phrase-file", words]
     environment = {**os.environ, **settings, "PYTHONPATH": str(Path(__file__).parents[2])}
     subprocess.run(create, env=environment, check=True, stdin=subprocess.DEVNULL, capture_output=True, timeout=60)
     return settings

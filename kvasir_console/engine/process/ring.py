@@ -26,7 +26,7 @@ import torch
 from kvasir_console.engine.process.answers import Answers
 from kvasir_console.engine.process.budget import KvBudget
 from kvasir_console.engine.process.compute import Compute
-from kvasir_console.engine.process.ring_edge import Edge, StaleError
+from kvasir_console.engine.process.ring_edge import SILENCE_S, Edge, StaleError
 from kvasir_console.engine.process.ring_link import RowLink, TokenLink
 from kvasir_console.engine.process.ring_window import Advanced, RingWindow
 from kvasir_console.engine.process.router import Router
@@ -49,7 +49,8 @@ BEHIND_S = 60.0
 class RingConfig:
     """Where this engine stands in its ring; assigned by a signed plan.
 
-    ``recover_s``: how long rank 0 keeps its requests while an edge of its own is lost.
+    ``recover_s``: how long rank 0 keeps its requests while an edge of its own is lost. ``silence_s``: how long a peer
+    may say nothing.
     """
 
     id: str
@@ -58,6 +59,7 @@ class RingConfig:
     size: int
     n_layer: int
     recover_s: float = 120.0
+    silence_s: float = SILENCE_S
 
     @property
     def is_last(self) -> bool:
@@ -146,14 +148,18 @@ class RingNode:
     async def serve_next(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve the edge to the successor until it ends; HELLO, HELD and ERROR come back on it."""
         self._replace(self._next)
-        self._next = Edge("next", reader, writer, clock=self._clock)
+        self._next = self._edge("next", reader, writer)
         await self._serve(self._next, role=b"P", peer_role=b"N")
 
     async def serve_prev(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve the edge from the predecessor until it ends."""
         self._replace(self._prev)
-        self._prev = Edge("prev", reader, writer, clock=self._clock)
+        self._prev = self._edge("prev", reader, writer)
         await self._serve(self._prev, role=b"N", peer_role=b"P")
+
+    def _edge(self, name: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Edge:
+        silence_s = self.config.silence_s
+        return Edge(name, reader, writer, ping_s=silence_s / 3, silence_s=silence_s, clock=self._clock)
 
     def _replace(self, older: Edge | None) -> None:
         if older is not None:

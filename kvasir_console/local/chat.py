@@ -6,16 +6,27 @@ import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
 
 from kvasir_console.errors import EngineError, NetworkError, RequestError
-from kvasir_console.local.network import LocalNetwork
+from kvasir_console.local.certificates import Certificates
 from kvasir_console.node.market import USER_AGENT, unreachable
 from kvasir_console.relay.tls import client_context
 
 REQUEST_TIMEOUT_S = 300.0
+
+
+class Served(Protocol):
+    """A network with a gateway, and what its operator's clients need."""
+
+    @property
+    def url(self) -> str: ...
+    @property
+    def certificates(self) -> Certificates: ...
+    @property
+    def service_token(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +42,9 @@ class Answer:
 
 
 class Gateway:
-    """HTTP to the gateway of a ``LocalNetwork``, trusting its authority and nothing else of it."""
+    """HTTP to the gateway of a network on this machine, trusting its authority and nothing else of it."""
 
-    def __init__(self, network: LocalNetwork) -> None:
+    def __init__(self, network: Served) -> None:
         self._client = httpx.AsyncClient(
             base_url=network.url,
             verify=client_context(network.certificates.authority),

@@ -19,6 +19,8 @@ def run(arguments: argparse.Namespace) -> int:
     from kvasir_console.bench import engine
     from kvasir_console.node import catalogue
 
+    if arguments.bench_command == "recovery":
+        return _recovery(arguments)
     if arguments.pairs < 1:
         raise UsageError("bad_pairs", "--pairs takes 1 or more.")
     if arguments.bench_command == "relay":
@@ -57,6 +59,31 @@ def _relay(arguments: argparse.Namespace) -> int:
     )
     print(json.dumps(report, indent=2) if arguments.json else relay.describe(report))
     return ExitCode.OK
+
+
+def _recovery(arguments: argparse.Namespace) -> int:
+    from kvasir_console.bench import recovery
+    from kvasir_console.bench.faults import MIN_FAULTS
+
+    if not MIN_FAULTS <= arguments.faults <= 1000:
+        raise UsageError("bad_faults", f"--faults takes {MIN_FAULTS} to 1000.")
+    if not 1 <= arguments.requests <= 1000 or arguments.tokens < 4 or not 0 <= arguments.rtt_ms <= 1000:
+        raise UsageError("bad_load", "--requests takes 1 to 1000, --tokens 4 or more, --rtt-ms 0 to 1000.")
+    plan = recovery.Plan(
+        requests=arguments.requests,
+        tokens=arguments.tokens,
+        faults=arguments.faults,
+        rtt_ms=arguments.rtt_ms,
+        seed=arguments.seed,
+    )
+    report = asyncio.run(recovery.run(plan, lambda line: print(line, file=sys.stderr, flush=True), _kept(arguments)))
+    print(json.dumps(report, indent=2) if arguments.json else recovery.describe(report))
+    whole = report["completed"] == report["identical"] == report["requests"]
+    return ExitCode.OK if whole and report["faults"] == len(report["schedule"]) else ExitCode.FAILURE
+
+
+def _kept(arguments: argparse.Namespace) -> Path | None:
+    return Path(arguments.keep).absolute() if arguments.keep else None
 
 
 def _describe(report: dict[str, Any]) -> str:

@@ -8,10 +8,13 @@ The same requests run twice on the same network of processes: undisturbed, then 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import statistics
-from collections.abc import Callable
+import tempfile
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +56,7 @@ class Run:
 
     request: Request
     pieces: int = 0
-    latest_s: float = 0.0
-    """When its latest piece of text came, on the event loop's clock."""
+    """Of text, which is nearly one for each token."""
     over: bool = False
     tokens: tuple[int, ...] = ()
     rows: int = 0
@@ -116,23 +118,26 @@ def requests(plan: Plan) -> list[Request]:
 async def run(plan: Plan, say: Say, keep: Path | None = None) -> dict[str, Any]:
     """The report. Raises ``KvasirError`` if the network does not come up."""
     faults = schedule(plan.seed, plan.faults, stages=len(plan.windows), workers=plan.workers)
+    made = requests(plan)
     async with network(plan, say, keep) as net:
-        made = requests(plan)
         say(f"{len(made)} requests of {plan.tokens} tokens, undisturbed")
         calm = await undisturbed(net, made, plan.tokens)
         say(f"The same under {len(faults)} faults")
-        rows = RowCount(net)
-        async with rows:
+        async with RowCount(net) as rows:
             batch, events = await disturbed(net, made, plan.tokens, faults, say)
-        return _report(plan, calm, batch, events, rows.recomputed)
+        return report(plan, calm, batch, events, rows)
 
 
-def network(plan: Plan, say: Say, keep: Path | None = None) -> RingNetwork:
-    """The network that a plan runs on; its model is made now."""
-    import tempfile
+@contextlib.asynccontextmanager
+async def network(plan: Plan, say: Say, keep: Path | None = None) -> AsyncIterator[RingNetwork]:
+    """The network that a plan runs on, with a model made for it."""
+    with tempfile.TemporaryDirectory(prefix="kvb-model-") as folder:
+        async with RingNetwork(_layout(plan, write_model(Path(folder) / "ring.gguf", plan.recipe)), say, keep) as net:
+            yield net
 
-    model = write_model(Path(tempfile.mkdtemp(prefix="kvb-model-")) / "ring.gguf", plan.recipe)
-    layout = Layout(
+
+def _layout(plan: Plan, model: Path) -> Layout:
+    return Layout(
         model=model,
         windows=plan.windows,
         workers=plan.workers,
@@ -141,7 +146,6 @@ def network(plan: Plan, say: Say, keep: Path | None = None) -> RingNetwork:
         max_requests=plan.requests,
         seed=plan.seed,
     )
-    return RingNetwork(layout, say, keep)
 
 
 async def undisturbed(net: RingNetwork, made: list[Request], tokens: int) -> Batch:
@@ -175,7 +179,6 @@ async def disturbed(
 async def _complete(net: RingNetwork, batch: Batch, run: Run, tokens: int) -> None:
     def moved() -> None:
         run.pieces += 1
-        run.latest_s = asyncio.get_running_loop().time()
         batch.moved.set()
 
     try:
@@ -187,7 +190,6 @@ async def _complete(net: RingNetwork, batch: Batch, run: Run, tokens: int) -> No
         run.error = f"{error.code}: {error.message} {error.hint}".strip()
     finally:
         run.over = True
-        run.latest_s = asyncio.get_running_loop().time()
         batch.moved.set()
 
 
@@ -196,12 +198,13 @@ async def _strike_all(striker: Striker, batch: Batch, events: list[Event], token
     total = len(batch.runs) * tokens
     for event in events:
         due = event.fault.share * total
-        await batch.until(lambda due=due: batch.pieces >= due)  # type: ignore[misc]
+        await batch.until(partial(_reached, batch, due))
         fault = event.fault
         await striker.continued(fault.target)
         event.at_work = await _unless_over(batch, striker.at_work(fault, WORK_TIMEOUT_S))
         running = batch.running
         event.running = len(running)
+        before = [run.pieces for run in running]
         try:
             struck = await striker.strike(fault)
         except (OSError, RuntimeError) as error:
@@ -211,14 +214,23 @@ async def _strike_all(striker: Striker, batch: Batch, events: list[Event], token
         say(f"fault {fault.number}: {fault.kind} {fault.target} ({fault.part}), {len(running)} requests run")
         try:
             async with asyncio.timeout(RECOVERY_TIMEOUT_S):
-                await batch.until(lambda at=struck.at_s: all(run.latest_s > at for run in running))  # type: ignore[misc]
+                await batch.until(partial(_went_on, running, before))
         except TimeoutError:
             event.error = f"not every request went on within {RECOVERY_TIMEOUT_S:g} s"
             say(f"fault {fault.number}: {event.error}")
             continue
         if running:
-            event.recovery_ms = 1e3 * (max(_went_on(run, struck.at_s) for run in running) - struck.at_s)
+            event.recovery_ms = 1e3 * (asyncio.get_running_loop().time() - struck.at_s)
             say(f"fault {fault.number}: all went on after {event.recovery_ms:.0f} ms")
+
+
+def _reached(batch: Batch, pieces: float) -> bool:
+    return batch.pieces >= pieces
+
+
+def _went_on(running: list[Run], before: list[int]) -> bool:
+    """Whether each has a token that was not on its way before: its second piece since then, or its end."""
+    return all(run.over or run.pieces >= count + 2 for run, count in zip(running, before, strict=True))
 
 
 async def _unless_over(batch: Batch, looking: Any) -> bool:
@@ -232,3 +244,92 @@ async def _unless_over(batch: Batch, looking: Any) -> bool:
         for task in (look, over):
             task.cancel()
         await asyncio.gather(look, over, return_exceptions=True)
+
+
+class RowCount:
+    """Rows that stages computed again, over all lives of their engines: the counters are read while the block runs."""
+
+    def __init__(self, net: RingNetwork) -> None:
+        self._net = net
+        self._seen: dict[tuple[str, int], tuple[int, int]] = {}
+        self._before: dict[tuple[str, int], tuple[int, int]] = {}
+
+    async def __aenter__(self) -> RowCount:
+        await self._read()
+        self._before = dict(self._seen)
+        self._reading = asyncio.create_task(self._read_on(), name="rows")
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._reading.cancel()
+        await asyncio.gather(self._reading, return_exceptions=True)
+        await self._read()
+
+    @property
+    def rows(self) -> int:
+        return self._grown(0)
+
+    @property
+    def recomputed(self) -> int:
+        return self._grown(1)
+
+    def _grown(self, which: int) -> int:
+        return sum(seen[which] - self._before.get(life, (0, 0))[which] for life, seen in self._seen.items())
+
+    async def _read_on(self) -> None:
+        while True:
+            await asyncio.sleep(_SAMPLE_S)
+            await self._read()
+
+    async def _read(self) -> None:
+        for stage in self._net.stages:
+            pid = self._net.engine_pid(stage.name)
+            stats = await self._net.engine_stats(stage)
+            if pid is not None and stats is not None and stats["ring"] is not None:
+                ring = stats["ring"]
+                self._seen[stage.name, pid] = int(ring["rows"]), int(ring.get("recomputed_rows", 0))
+
+
+def report(plan: Plan, calm: Batch, batch: Batch, events: list[Event], rows: RowCount) -> dict[str, Any]:
+    """The figures of a run against its undisturbed one."""
+    done = [run for run in batch.runs if not run.error]
+    kills = [each.recovery_ms for each in events if each.fault.kind is Kind.KILL and each.recovery_ms is not None]
+    missed = sum(1 for each in events if each.fault.kind is Kind.KILL and each.recovery_ms is None)
+    expected = [run.tokens for run in calm.runs]
+    return {
+        "seed": plan.seed,
+        "rtt_ms": plan.rtt_ms,
+        "requests": len(batch.runs),
+        "completed": sum(1 for run in done if len(run.tokens) == plan.tokens),
+        "identical": sum(1 for run, tokens in zip(batch.runs, expected, strict=True) if run.tokens == tokens != ()),
+        "faults": sum(1 for each in events if not each.error),
+        "faults_with_work_in_flight": sum(1 for each in events if each.at_work and not each.error),
+        "kills": len(kills) + missed,
+        "recovery_ms_p50": statistics.median(kills) if kills and not missed else None,
+        "recovery_ms_max": max(kills) if kills and not missed else None,
+        "rows": rows.rows,
+        "recomputed_rows": rows.recomputed,
+        "rows_from_scratch": sum(run.rows for run in calm.runs) * len(plan.windows),
+        "schedule": [each.to_json() for each in events],
+        "errors": [run.error for run in batch.runs if run.error],
+    }
+
+
+def describe(report: dict[str, Any]) -> str:
+    """The report as a person reads it."""
+    lines = [
+        f"{report['requests']} requests, {report['completed']} complete, {report['identical']} with the tokens of the "
+        f"undisturbed run; seed {report['seed']}, {report['rtt_ms']:g} ms to the hub",
+        f"{report['faults']} faults, {report['faults_with_work_in_flight']} with work in flight; "
+        f"{report['recomputed_rows']} of {report['rows']} rows computed again",
+    ]
+    if report["recovery_ms_p50"] is not None:
+        lines.append(
+            f"after a kill all requests went on within {report['recovery_ms_p50'] / 1e3:.1f} s (median of "
+            f"{report['kills']}), {report['recovery_ms_max'] / 1e3:.1f} s at most"
+        )
+    for each in report["schedule"]:
+        took = "not recovered" if each["recovery_ms"] is None else f"{each['recovery_ms'] / 1e3:6.2f} s"
+        where = each["target"] if each["part"] == "link" else f"{each['target']} {each['part']}"
+        lines.append(f"  {each['number']:>2}  {each['kind']:5} {where:18} {took}  {each.get('error', '')}".rstrip())
+    return "\n".join([*lines, *report["errors"]])

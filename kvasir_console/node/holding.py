@@ -33,6 +33,9 @@ class RelaySession:
 
 
 class Holding(Protocol):
+    file: Path | None
+    """The verified slice, once it was fetched."""
+
     def describe(self) -> str: ...
     def view(self) -> SliceView: ...
     async def fetch(

@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 import psutil
@@ -78,6 +79,8 @@ class Node:
         self._engine_changed = asyncio.Event()
         self._state = phase.initial(time.time())
         self._holding: Holding | None = None
+        self._verified: tuple[int, ...] | None = None
+        """Identity of the slice's file when it was verified."""
         self._uplinks: dict[Uplink, asyncio.Task[None]] = {}
         self._waiting: dict[Uplink, asyncio.Task[None]] = {}
         """A ring stage's sessions for workers (``star``): it serves whether or not any worker came."""
@@ -225,7 +228,8 @@ class Node:
                 else:
                     self._enter(Phase.FAILED, error.message, error.hint or f"It is tried again in {self._retry_text}.")
                 await self._drop_uplinks()
-                await self._pause(self._config.node.retry_s)
+                if error.code != "engine_restarted":  # it is on its way up: be ready for it
+                    await self._pause(self._config.node.retry_s)
 
     @property
     def _retry_text(self) -> str:
@@ -277,6 +281,8 @@ class Node:
         return await self._market.volunteer(token, model=node.model, max_experts=min(node.max_experts, 64))
 
     async def _fetch(self, holding: Holding) -> None:
+        if holding.file is not None and self._verified == _identity(holding.file):
+            return  # the very file that was verified: only its engine was lost
         self._enter(Phase.DOWNLOADING, f"Fetching {holding.describe()}.")
         budget = hardware.budget_bytes(hardware.probe(self._config.engine.device), self._config.node.memory_budget_mib)
         try:
@@ -288,6 +294,8 @@ class Node:
         except KvasirError:
             self._holding = None  # another slice may do better than the same one again
             raise
+        else:
+            self._verified = None if holding.file is None else _identity(holding.file)
         finally:
             self._download = None
 
@@ -498,6 +506,15 @@ class Node:
             async with asyncio.timeout(seconds):
                 await self._wake.wait()
         self._wake.clear()
+
+
+def _identity(file: Path) -> tuple[int, ...] | None:
+    """Changes whenever the file's content may have."""
+    try:
+        status = file.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def _relay_view(state: UplinkState, now_s: float) -> RelayView:

@@ -32,6 +32,9 @@ class GenerateRequest:
     ``session`` names a conversation: keys and values of its prompts are kept for it, and reused by it alone. Without a
     name they are shared by all requests without one.
     ``speculation`` (``auto``, ``on``, ``off``) changes how many tokens come out of a step, never which.
+    ``key`` names the request wherever it is kept: the engine keeps one with a key while nobody follows it, and whoever
+    asks again with the same key goes on after ``resumed``, the tokens that were seen. An engine that does not have it
+    begins with those tokens; the prompt should then be the ``prompt_tokens`` that the first one told.
     ``experts`` is ``network`` (dispatch what remote sessions hold) or ``local`` (compute all here); ``trace`` keeps
     the logits of every sampled position and names the ``.npy`` file that holds them, (tokens, vocabulary) f32.
     """
@@ -56,6 +59,8 @@ class GenerateRequest:
     speculation: str = "auto"
     experts: str = "network"
     trace: bool = False
+    key: int = 0
+    resumed: tuple[int, ...] = ()
 
     def to_fields(self) -> Message:
         """The request as it crosses the control stream: fields that say something, so that an older engine that knows
@@ -175,13 +180,21 @@ class EngineClient:
                     progress(int(message["done_bytes"]), int(message["total_bytes"]))
         raise _gone()
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenEvent | DoneEvent, None]:
-        """Token events, then one ``DoneEvent``. Closing the iterator before its end cancels the request."""
+    async def generate(
+        self, request: GenerateRequest, on_prompt: Callable[[tuple[int, ...]], None] | None = None
+    ) -> AsyncGenerator[TokenEvent | DoneEvent, None]:
+        """Token events, then one ``DoneEvent``. Closing the iterator before its end cancels the request.
+
+        Args:
+            on_prompt: told the prompt's token ids once the request is accepted, if it has a ``key``.
+        """
         finished = False
         async with self._exchange("generate", request.to_fields()) as messages:
             try:
                 async for message in messages:
                     match message.get("event"):
+                        case None if on_prompt is not None and request.key:
+                            on_prompt(tuple(int(token) for token in message["prompt_token_ids"]))
                         case "token":
                             yield _token(message)
                         case "done":

@@ -95,7 +95,7 @@ class LocalPipeline:
             cache = kept.fork(reused, params.capacity)
         self._budget.reserve(n_bytes)
         self._shrink_store()
-        return LocalSequence(params, cache, reused, n_bytes, list(params.prompt_tokens))
+        return LocalSequence(params, cache, reused, n_bytes, [*params.prompt_tokens, *params.resumed])
 
     async def run(self, feeds: list[Feed], more: More) -> None:
         while feeds:

@@ -53,6 +53,10 @@ class SequenceParams:
     logprobs: int | None = None
     """Number of alternatives to report with each token's log probability; ``None`` for none of it."""
     session: str = ""
+    key: int = 0
+    """The request's name wherever it is kept, 0 for none: it outlives this process."""
+    resumed: tuple[int, ...] = ()
+    """Tokens that were chosen after the prompt before this process had the request."""
 
 
 class Admitted(Protocol):
@@ -74,6 +78,10 @@ class Feed:
     choices: int
     """How many tokens to choose: after each of the last ``choices`` rows. 0 inside a prompt; 1 after a prompt or a
     token; more after a token and a draft, whose tokens all but the first of these rows are."""
+    refill: bool = False
+    """Rows of a resumed sequence whose choices are known."""
+    again: bool = False
+    """The first row after those: somebody may have computed it before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +105,10 @@ More = Callable[[list[Outcome]], list[Feed]]
 class Pipeline(Protocol):
     """Where a scheduler's sequences are computed."""
 
-    depth: int
-    """How many steps, of different sequences, may be under way at once."""
+    @property
+    def depth(self) -> int:
+        """How many steps, of different sequences, may be under way at once; more than one where they always may."""
+
     interruptible: bool
     """Whether ``close`` may be called while a step holds the sequence."""
 

@@ -106,8 +106,18 @@ class _Running:
         return len(self.request.params.prompt_tokens)
 
     @property
+    def given(self) -> int:
+        """Tokens that were there when the request was admitted."""
+        return self.prompt_length + len(self.request.params.resumed)
+
+    @property
+    def fill(self) -> int:
+        """Rows before the first that decodes: the prompt's, and those of a resumed answer but its last token's."""
+        return max(self.prompt_length, self.given - 1)
+
+    @property
     def decoding(self) -> bool:
-        return self.fed >= self.prompt_length
+        return self.fed >= self.fill
 
 
 class Scheduler:
@@ -265,7 +275,7 @@ class Scheduler:
             self._admitted += 1
             request.progress.cached_tokens = sequence.reused
             request.admitted()
-            tokens = list(request.params.prompt_tokens)
+            tokens = [*request.params.prompt_tokens, *request.params.resumed]
             self._running.append(_Running(request, sequence, tokens, sequence.reused, next(self._turn)))
 
     async def _end(self, each: _Running) -> None:
@@ -278,7 +288,7 @@ class Scheduler:
         except Exception as error:  # a trace that cannot be written, say
             each.error = each.error or as_engine_error(error)
         refused = each.error is not None and each.error.code == "kv_budget_full"
-        if refused and not each.cancelled and len(each.tokens) == each.prompt_length and self._running:
+        if refused and not each.cancelled and len(each.tokens) == each.given and self._running:
             self._full = True
             self._waiting.appendleft(request)
             return
@@ -308,11 +318,12 @@ class Scheduler:
         feeds: list[tuple[_Running, Feed]] = []
         room = PREFILL_CHUNK
         for each in prompts:
-            end = min((each.fed // PREFILL_CHUNK + 1) * PREFILL_CHUNK, each.prompt_length)
+            end = min((each.fed // PREFILL_CHUNK + 1) * PREFILL_CHUNK, each.fill)
             if end - each.fed > room:
                 break
             room -= end - each.fed
-            feeds.append(self._feed(each, each.tokens[each.fed : end], int(end == each.prompt_length)))
+            resumed = each.given > each.prompt_length
+            feeds.append(self._feed(each, each.tokens[each.fed : end], int(end == each.fill and not resumed)))
         return feeds
 
     def _decode_feeds(self, decoding: list[_Running]) -> list[tuple[_Running, Feed]]:
@@ -327,7 +338,9 @@ class Scheduler:
 
     def _feed(self, each: _Running, tokens: list[int], choices: int) -> tuple[_Running, Feed]:
         each.busy, each.served = True, next(self._turn)
-        return each, Feed(each.sequence, tokens, each.fed, choices)
+        resumed = each.given > each.prompt_length
+        refill, again = resumed and choices == 0, resumed and each.fed == each.fill
+        return each, Feed(each.sequence, tokens, each.fed, choices, refill, again)
 
     def _draft(self, each: _Running, rows: int, expected: float) -> list[int]:
         request = each.request

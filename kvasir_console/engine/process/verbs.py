@@ -13,11 +13,13 @@ from typing import Any
 import psutil
 import torch
 
-from kvasir_console.engine.process.client import TokenEvent
+from kvasir_console.engine.process.client import GenerateRequest, TokenEvent
 from kvasir_console.engine.process.compute import Compute
-from kvasir_console.engine.process.generate import event_message
+from kvasir_console.engine.process.generate import Generator, event_message
+from kvasir_console.engine.process.kept import Kept
 from kvasir_console.engine.process.loaded import ComputeOptions, Loaded, load
 from kvasir_console.engine.process.request import parse_request
+from kvasir_console.engine.process.ring import RingConfig
 from kvasir_console.engine.stage import Span
 from kvasir_console.errors import EngineError, KvasirError
 from kvasir_console.relay.wire import control
@@ -56,6 +58,8 @@ class Engine:
                 await previous.close()
             del previous  # its weights are freed before the next ones are read: never two models at once
             self.loaded = await load(fields, self.compute, self.runtime, self.options, progress)
+            if self.loaded.ring is not None:
+                self.loaded.ring.on_retired = self.exiting.set
             return self.loaded.info
 
     def require(self) -> Loaded:
@@ -115,6 +119,8 @@ class VerbSession:
         self._writer = writer
         self._allowed = allowed
         self._generating: dict[int, asyncio.Task[None]] = {}
+        self._keys: dict[int, tuple[int, Kept]] = {}
+        """Requests with a key that this stream follows, by id."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._verbs = {
             "load": self._load,
@@ -125,6 +131,7 @@ class VerbSession:
             "coverage": self._coverage,
             "stats": self._stats,
             "quarantine": self._quarantine,
+            "replan": self._replan,
             "warm": self._warm,
             "drain": self._drain,
             "exit": self._exit,
@@ -189,6 +196,9 @@ class VerbSession:
             raise EngineError("no_generation_here", "This engine's window cannot begin a generation.")
         with self._engine.request():
             prompt = await generator.tokenize(request)
+            if request.key:
+                await self._follow(message, request, generator, prompt)
+                return
             # A refusal comes instead of the reply; once that is sent, the request will be served.
             async with generator.start(request, prompt) as generation:
                 await self._send(control.reply(message, prompt_tokens=len(prompt)))
@@ -200,8 +210,34 @@ class VerbSession:
                 except KvasirError as error:
                     await self._send({"id": message["id"], "event": "error", "error": error.as_dict()})
 
+    async def _follow(
+        self, message: Message, request: GenerateRequest, generator: Generator, prompt: list[int]
+    ) -> None:
+        """A request with a key: the one that is kept, or a new one. It goes on when this stream ends."""
+        kept, key = generator.kept, request.key
+        generation = kept.get(key)
+        if generation is None:
+            generation = generator.start(request, prompt)
+            kept.add(key, generation)
+        self._keys[message["id"]] = key, kept
+        try:
+            with kept.following(key):
+                await self._send(control.reply(message, prompt_tokens=len(prompt), prompt_token_ids=prompt))
+                async for event in generation.follow(len(request.resumed)):
+                    if isinstance(event, TokenEvent):
+                        self._engine.count_token()
+                    await control.write_message(self._writer, {"id": message["id"], **event_message(event)})
+        except KvasirError as error:
+            await kept.drop(key)
+            await self._send({"id": message["id"], "event": "error", "error": error.as_dict()})
+        finally:
+            self._keys.pop(message["id"], None)
+
     async def _cancel(self, message: Message) -> None:
         task = self._generating.get(message.get("request", 0))
+        if (entry := self._keys.get(message.get("request", 0))) is not None:
+            key, kept = entry
+            await kept.drop(key)
         if task is not None:
             task.cancel()
             await asyncio.wait([task])
@@ -230,6 +266,18 @@ class VerbSession:
         router = self._engine.require().router
         found = router is not None and router.quarantine(str(message.get("session")))
         await self._send(control.reply(message, quarantined=found))
+
+    async def _replan(self, message: Message) -> None:
+        """A ring's newer plan leaves this rank where it is: take its epoch, keep everything."""
+        ring = self._engine.require().ring
+        if ring is None:
+            raise EngineError("no_ring_here", "This engine is no stage of a ring.", "Load a window of one.")
+        try:
+            config = RingConfig(**message["ring"])
+        except (KeyError, TypeError) as error:
+            raise EngineError("bad_replan", f"The plan is incomplete or malformed: {error!r}.") from error
+        ring.replan(config)
+        await self._send(control.reply(message))
 
     async def _warm(self, message: Message) -> None:
         """One row through the window, so that the first request meets faulted-in weights."""

@@ -204,6 +204,9 @@ async def _strike_all(striker: Striker, batch: Batch, events: list[Event], token
         event.at_work = await _unless_over(batch, striker.at_work(fault, WORK_TIMEOUT_S))
         running = batch.running
         event.running = len(running)
+        if not running:
+            event.error = "no request ran any more"
+            continue
         before = [run.pieces for run in running]
         try:
             struck = await striker.strike(fault)
@@ -219,9 +222,8 @@ async def _strike_all(striker: Striker, batch: Batch, events: list[Event], token
             event.error = f"not every request went on within {RECOVERY_TIMEOUT_S:g} s"
             say(f"fault {fault.number}: {event.error}")
             continue
-        if running:
-            event.recovery_ms = 1e3 * (asyncio.get_running_loop().time() - struck.at_s)
-            say(f"fault {fault.number}: all went on after {event.recovery_ms:.0f} ms")
+        event.recovery_ms = 1e3 * (asyncio.get_running_loop().time() - struck.at_s)
+        say(f"fault {fault.number}: all went on after {event.recovery_ms:.0f} ms")
 
 
 def _reached(batch: Batch, pieces: float) -> bool:

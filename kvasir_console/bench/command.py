@@ -17,20 +17,18 @@ from kvasir_console.paths import Paths
 
 def run(arguments: argparse.Namespace) -> int:
     from kvasir_console.bench import engine
-    from kvasir_console.node import catalogue
 
     if arguments.bench_command == "recovery":
         return _recovery(arguments)
+    if arguments.bench_command == "ring":
+        return _ring(arguments)
     if arguments.pairs < 1:
         raise UsageError("bad_pairs", "--pairs takes 1 or more.")
     if arguments.bench_command == "relay":
         return _relay(arguments)
-    model = Path(arguments.model)
-    if not model.suffix:
-        model = catalogue.pull(arguments.model, Paths.from_environment().ensure())
     report = asyncio.run(
         engine.run(
-            model.absolute(),
+            _model(arguments.model),
             peer=arguments.peer,
             pairs=arguments.pairs,
             threads=arguments.threads or psutil.cpu_count(logical=False) or 1,
@@ -80,6 +78,37 @@ def _recovery(arguments: argparse.Namespace) -> int:
     print(json.dumps(report, indent=2) if arguments.json else recovery.describe(report))
     whole = report["completed"] == report["identical"] == report["requests"]
     return ExitCode.OK if whole and report["faults"] == len(report["schedule"]) else ExitCode.FAILURE
+
+
+def _ring(arguments: argparse.Namespace) -> int:
+    from kvasir_console.bench import ring
+
+    if min(arguments.pairs, arguments.batch, arguments.streams) < 1 or arguments.tokens < 8:
+        raise UsageError("bad_load", "--pairs, --batch and --streams take 1 or more, --tokens 8 or more.")
+    if not 0 <= arguments.rtt_ms <= 1000:
+        raise UsageError("bad_load", "--rtt-ms takes 0 to 1000.")
+    plan = ring.Plan(
+        model=_model(arguments.model),
+        stages=arguments.stages,
+        rtt_ms=arguments.rtt_ms,
+        batch=arguments.batch,
+        streams=arguments.streams,
+        tokens=arguments.tokens,
+        pairs=arguments.pairs,
+        threads=arguments.threads or psutil.cpu_count(logical=False) or 1,
+        seed=arguments.seed,
+    )
+    report = asyncio.run(ring.run(plan, lambda line: print(line, file=sys.stderr, flush=True), _kept(arguments)))
+    print(json.dumps(report, indent=2) if arguments.json else ring.describe(report))
+    return ExitCode.OK
+
+
+def _model(name: str) -> Path:
+    """A file, or a checkpoint of the catalogue."""
+    from kvasir_console.node import catalogue
+
+    model = Path(name)
+    return (model if model.suffix else catalogue.pull(name, Paths.from_environment().ensure())).absolute()
 
 
 def _kept(arguments: argparse.Namespace) -> Path | None:

@@ -55,7 +55,9 @@ class Layout:
     rtt_ms: float = 0.0
     """Of every node's link."""
     threads: int = 1
-    """Compute threads of each engine."""
+    """Compute threads of each node's engine."""
+    whole_threads: int = 0
+    """Not 0: the gateway serves the model a second time, whole, with so many threads."""
     max_requests: int = 64
     seed: int = 0
 
@@ -81,6 +83,7 @@ class RingNetwork:
     """Starts everything on entry, stops everything on exit. ``say`` hears one line for each step."""
 
     model_id = "ring"
+    whole_id = "whole"
 
     def __init__(self, layout: Layout, say: Say, keep: Path | None = None) -> None:
         self.layout = layout
@@ -133,9 +136,11 @@ class RingNetwork:
         token_file = operator.paths.state / "service-token"
         self.service_token = secret_file(token_file)
         ring = [[member.address, *window] for member, window in zip(self.stages, layout.windows, strict=True)]
-        served = {"id": self.model_id, "path": str(layout.model), "placement": "ring", "ring": ring}
+        served = [{"id": self.model_id, "path": str(layout.model), "placement": "ring", "ring": ring}]
+        if layout.whole_threads:
+            served.append({"id": self.whole_id, "path": str(layout.model), "placement": "trunk"})
         operator.configure(
-            _common(layout)
+            _common(layout.whole_threads or 1)
             | {
                 "gateway": {
                     "host": "127.0.0.1",
@@ -147,7 +152,7 @@ class RingNetwork:
                     "settlement_poll_s": 5.0,
                     "service_token_file": str(token_file),
                     "max_requests": layout.max_requests,
-                    "models": [served],
+                    "models": served,
                 }
             }
         )
@@ -155,7 +160,7 @@ class RingNetwork:
 
     async def _start_node(self, member: Member, gateway: str) -> None:
         member.configure(
-            _common(self.layout)
+            _common(self.layout.threads)
             | {
                 "network": {
                     "gateway": gateway,
@@ -200,10 +205,10 @@ class RingNetwork:
         if not all(each is not None and each.state.phase is Phase.SERVING for each in snapshots):
             return False
         try:
-            health = await self.client.get("/v1/health")
+            ready = {model["id"].split(":", 1)[-1] for model in (await self.client.get("/api/pay/models"))["models"]}
         except KvasirError:
             return False
-        if health["status"] != "ok":
+        if not ready >= ({self.model_id, self.whole_id} if self.layout.whole_threads else {self.model_id}):
             return False
         rings = [(await self.engine_stats(stage) or {}).get("ring") or {} for stage in self.stages]
         if not all(ring.get("next_ready") and ring.get("prev_ready") for ring in rings):
@@ -248,8 +253,8 @@ class RingNetwork:
             return None
 
 
-def _common(layout: Layout) -> dict[str, Any]:
-    return {"engine": {"threads": layout.threads}, "wallet": {"rpc_url": _NO_LEDGER, "kdf": "interactive"}}
+def _common(threads: int) -> dict[str, Any]:
+    return {"engine": {"threads": threads}, "wallet": {"rpc_url": _NO_LEDGER, "kdf": "interactive"}}
 
 
 def _address(number: int) -> str:

@@ -239,6 +239,9 @@ def _bench_parser(parser: argparse.ArgumentParser) -> None:
     recovery.add_argument("--faults", type=int, default=16, metavar="N", help="of the schedule (default 16)")
     recovery.add_argument("--rtt-ms", type=float, default=20.0, metavar="MS", help="of each node's link to the hub")
     recovery.add_argument("--seed", type=int, default=0, metavar="N", help="the same seed replays the same faults")
+    recovery.add_argument(
+        "--soak-minutes", type=float, default=0.0, metavar="N", help="go on for so long, and watch memory and the like"
+    )
     recovery.add_argument("--keep", metavar="DIR", help="keep homes and logs there")
     recovery.add_argument("--json", action="store_true")
     ring = commands.add_parser("ring", help="a model over several machines against one process")

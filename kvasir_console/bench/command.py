@@ -60,7 +60,7 @@ def _relay(arguments: argparse.Namespace) -> int:
 
 
 def _recovery(arguments: argparse.Namespace) -> int:
-    from kvasir_console.bench import recovery
+    from kvasir_console.bench import recovery, soak
     from kvasir_console.bench.faults import MIN_FAULTS
 
     if not MIN_FAULTS <= arguments.faults <= 1000:
@@ -74,7 +74,15 @@ def _recovery(arguments: argparse.Namespace) -> int:
         rtt_ms=arguments.rtt_ms,
         seed=arguments.seed,
     )
-    report = asyncio.run(recovery.run(plan, lambda line: print(line, file=sys.stderr, flush=True), _kept(arguments)))
+
+    def say(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    if arguments.soak_minutes:
+        report = asyncio.run(soak.run(plan, arguments.soak_minutes, say, _kept(arguments)))
+        print(json.dumps(report, indent=2) if arguments.json else soak.describe(report))
+        return ExitCode.OK if report["completed"] == report["identical"] == report["requests"] else ExitCode.FAILURE
+    report = asyncio.run(recovery.run(plan, say, _kept(arguments)))
     print(json.dumps(report, indent=2) if arguments.json else recovery.describe(report))
     whole = report["completed"] == report["identical"] == report["requests"]
     return ExitCode.OK if whole and report["faults"] == len(report["schedule"]) else ExitCode.FAILURE

@@ -65,6 +65,15 @@ class SessionStats:
     rtt_ms: float | None = None
     """Smoothed time from request to reply: network and the worker's compute."""
     quarantined: bool = False
+    proven: bool = False
+    """Enough of its pairs were found right (``checks``)."""
+    checked_pairs: int = 0
+    held_bytes: int = 0
+    """Acknowledged, and paid once the slice is proven."""
+    voided_bytes: int = 0
+    mismatches: int = 0
+    hedges: int = 0
+    """Requests that somebody else was asked for too, because this one was late."""
 
 
 StatsOf = Callable[[Slice], SessionStats]

@@ -27,7 +27,7 @@ from kvasir_console.engine.process.worker import SessionStats
 F32 = NDArray[np.float32]
 I64 = NDArray[np.int64]
 
-TRIAL_PAIRS = 64
+TRIAL_PAIRS = 32
 SHARE = 0.01
 KERNEL = 0.01
 """Root mean square error, as a part of the terms, that other kernels may have (8-bit activations are at 0.5%)."""
@@ -39,6 +39,7 @@ DETECTABLE = 0.035
 """A pair counts as looked at if an error of its gain of this size would have been told from rounding."""
 _VALUE_SIGMAS = 8.0
 _KERNEL_SIGMA = KERNEL / 4
+_SAME = 1e-4
 
 _UNIT = {"f32": 2.0**-24, "f16": 2.0**-11, "bf16": 2.0**-8}
 """Largest relative error of a rounded value."""
@@ -96,7 +97,7 @@ def judge(values: F32, terms: F32, row_idx: I64, dtype: str) -> Verdict:
 
 def _judge_rows(values: F32, terms: F32, dtype: str) -> tuple[int, Fault | None]:
     """Rows of k pairs each: (R, D) and (R, k, D)."""
-    R, k, D = terms.shape
+    _, k, D = terms.shape
     a, T = values.astype(np.float64), terms.astype(np.float64)
     b = T.sum(axis=1)
     norms = np.sqrt(np.einsum("rkd,rkd->rk", T, T))
@@ -125,6 +126,18 @@ def _judge_rows(values: F32, terms: F32, dtype: str) -> tuple[int, Fault | None]
         row = int(bad[0])
         return 0, Fault("value", row, None, float(largest[row] / scale[row]), float(limit[row] / scale[row]))
     return int((limits <= DETECTABLE).sum()), None
+
+
+def differ(one: F32, other: F32, one_dtype: str, other_dtype: str) -> NDArray[np.bool_]:
+    """(R,) whether two workers' answers to the same rows are further apart than wires of equal kernels explain.
+
+    This is strict: whoever differs is not guilty yet, but a reason to compute the row here.
+    """
+    a, b = one.astype(np.float64), other.astype(np.float64)
+    size = np.sqrt(np.mean((a - b) ** 2, axis=1))
+    noise = _reply_noise(a, one_dtype)[0] + _reply_noise(b, other_dtype)[0]
+    apart: NDArray[np.bool_] = ~(size <= _SAME * np.sqrt(np.mean(b * b, axis=1)) + 2 * noise + 1e-30)
+    return apart
 
 
 def _reply_noise(b: NDArray[np.float64], dtype: str) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

@@ -60,7 +60,7 @@ def test_an_honest_worker_is_never_guilty(dtype: str) -> None:
 @pytest.mark.parametrize("dtype", WIRES)
 def test_one_expert_off_by_five_percent_is_guilty_at_the_first_check_that_meets_it(dtype: str) -> None:
     rng = np.random.default_rng(7)
-    terms, ids, row_idx = work(rng, 4000, width=576)
+    terms, ids, _ = work(rng, 4000, width=576)
     crooked = ids == 3
     answers = rounded(sums(terms, np.where(crooked, 1.05, 1.0)), dtype)
     honest = rounded(sums(terms), dtype)

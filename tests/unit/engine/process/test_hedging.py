@@ -12,7 +12,7 @@ from kvasir_console.engine.process.hedging import FIRST_MS, MIN_SAMPLES, SLACK_M
 
 
 def measured(samples: int, delay_ms: float, pair_ms: float, seed: int = 1) -> Pace:
-    rng, pace = random.Random(seed), Pace()  # noqa: S311
+    rng, pace = random.Random(seed), Pace()
     for _ in range(samples):
         pairs = rng.choice([2, 4, 16, 64, 512])
         pace.record(pairs, delay_ms + pair_ms * pairs)
@@ -34,7 +34,7 @@ def test_nobody_is_late_by_his_usual_time_whatever_he_was_asked() -> None:
 
 
 def test_the_mark_is_the_session_own_ninety_fifth_percentile() -> None:
-    pace, rng = Pace(), random.Random(3)  # noqa: S311
+    pace, rng = Pace(), random.Random(3)
     for _ in range(400):
         pace.record(2, 40.0 if rng.random() < 0.2 else 10.0)
     assert pace.late_ms(2) > 24.0  # one answer in five is slow: that is how this session is
@@ -62,15 +62,14 @@ def test_expectations_are_never_negative_and_lateness_comes_after_them(answers, 
     pace = Pace()
     for each in answers:
         pace.record(*each)
-    assert 0 <= pace.expected_ms(pairs)
+    assert pace.expected_ms(pairs) >= 0
     assert pace.late_ms(pairs) >= min(FIRST_MS, pace.expected_ms(pairs))
 
 
 @given(st.lists(st.booleans(), max_size=300))
 def test_second_requests_are_a_bounded_share(wants: list[bool]) -> None:
-    budget, asked, hedged = HedgeBudget(share=0.1, burst=4), 0, 0
-    for want in wants:
+    budget, hedged = HedgeBudget(share=0.1, burst=4), 0
+    for asked, want in enumerate(wants, 1):
         budget.asked()
-        asked += 1
         hedged += want and budget.take()
         assert hedged <= 2 + 0.1 * asked + 1e-9

@@ -47,9 +47,9 @@ class Links:
     def pid(self) -> int:
         return self._child()[0].pid
 
-    async def open(self, link: str, to: int, **shape: float | None) -> int:
-        """Forward a new loopback port to port ``to``, shaped by the fields of ``delay.Shape``; returns the port."""
-        return int((await self._ask("open", link=link, to=to, **shape))["port"])
+    async def open(self, link: str, to: int, *, host: str = "127.0.0.1", port: int = 0, **shape: float | None) -> int:
+        """Forward a loopback port (0: a free one) to port ``to``, shaped by the fields of ``delay.Shape``; the port."""
+        return int((await self._ask("open", link=link, to=to, host=host, port=port, **shape))["port"])
 
     async def set(self, link: str, **shape: float | None) -> None:
         await self._ask("set", link=link, **shape)

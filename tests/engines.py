@@ -68,6 +68,8 @@ class Splice:
         self.bytes_right = 0
         self.bytes_left = 0
         self.tamper: Tamper | None = None
+        self.tamper_left: Tamper | None = None
+        self.delay_left_s = 0.0
 
     async def __aenter__(self) -> Splice:
         streams = []
@@ -99,6 +101,8 @@ class Splice:
                     data = self.tamper(data) if self.tamper else data
                 else:
                     self.bytes_left += len(data)
+                    await asyncio.sleep(self.delay_left_s)
+                    data = self.tamper_left(data) if self.tamper_left else data
                 writer.write(data)
                 await writer.drain()
         for each in self._writers:

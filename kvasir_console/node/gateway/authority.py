@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -30,6 +31,10 @@ class Sessions(Protocol):
     """Learns which worker a session belongs to, for as long as its work is counted."""
 
     def admitted(self, session: str, wallet: str, worker_id: str, model: str, platform: Mapping[str, str]) -> None: ...
+
+    def quarantined(self, wallet: str, worker_id: str) -> bool:
+        """Whether a worker was caught with a wrong answer. Blocks."""
+        ...
 
 
 class HubAuthority:
@@ -63,15 +68,17 @@ class HubAuthority:
         except WalletError as error:
             raise Refused(CloseCode.UNAUTHORISED, error.code.replace("_", " ")) from error
         if path == EXPERT_PATH:
-            return self._expert(wallet, query.get("session", ""))
+            return await self._expert(wallet, query.get("session", ""))
         return self._ring(wallet, query)
 
-    def _expert(self, wallet: str, session: str) -> Admission:
+    async def _expert(self, wallet: str, session: str) -> Admission:
         worker = self._census.session(session, self._clock())
         if worker is None:
             raise Refused(CloseCode.UNKNOWN_SESSION, "report coverage before dialling")
         if worker.wallet != wallet:
             raise Refused(CloseCode.FORBIDDEN, "the session belongs to another wallet")
+        if await asyncio.to_thread(self._sessions.quarantined, wallet, worker.worker_id):
+            raise Refused(CloseCode.FORBIDDEN, "this worker is quarantined: it answered wrongly")
         socket, ring = self._trunks.data_socket(worker.model), self._rings.get(worker.model)
         if (socket is None and ring is None) or not self._census.wired(worker):
             raise Refused(CloseCode.UPSTREAM, "no engine dispatches to this window now")

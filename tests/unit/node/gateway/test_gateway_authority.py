@@ -28,9 +28,13 @@ ENGINE = Path("/run/trunk.data")
 class Recorder:
     def __init__(self) -> None:
         self.seen: list[tuple[Any, ...]] = []
+        self.caught: set[tuple[str, str]] = set()
 
     def admitted(self, session: str, wallet: str, worker_id: str, model: str, platform: Mapping[str, str]) -> None:
         self.seen.append((session, wallet, worker_id, model))
+
+    def quarantined(self, wallet: str, worker_id: str) -> bool:
+        return (wallet, worker_id) in self.caught
 
 
 class Hub:

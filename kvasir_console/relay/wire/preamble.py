@@ -50,6 +50,7 @@ class Wire(IntFlag):
     V1 = 1
     V2 = 2
     V2F16 = 4
+    V3 = 8
 
 
 class PreambleError(ValueError):

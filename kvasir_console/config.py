@@ -113,6 +113,9 @@ class GatewayConfig:
     settlement_poll_s: float = 30.0
     service_token_file: str = ""
     """File with the machine-to-machine token; made on first start when empty."""
+    max_requests: int = 8
+    """Requests of one model that run at once; as many as ``max_waiting`` more wait for their turn."""
+    max_waiting: int = 16
     dispatch_wire: str = "v2"
     """Wire asked of workers that speak it: ``v2`` (f32, exact), ``v2f16`` or ``v1``."""
 
@@ -280,6 +283,8 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "engine.dispatch_timeout_s": (0.01, 3600),
     "wallet.priority_micro_lamports": (0, 50_000_000),
     "gateway.port": (0, 65535),
+    "gateway.max_requests": (1, 65535),
+    "gateway.max_waiting": (0, 65535),
     "gateway.settlement_poll_s": (0.1, 3600),
 }
 _SECTIONS: dict[str, Any] = {

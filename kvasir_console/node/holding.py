@@ -15,7 +15,7 @@ from kvasir_console.node.market import Assignment
 from kvasir_console.node.placement.plan import Plan, PlannedStage, verify_plan
 from kvasir_console.node.shards import fetch_expert_shard, fetch_stage
 from kvasir_console.node.snapshot import SliceView
-from kvasir_console.relay.uplink import expert_url, ring_url
+from kvasir_console.relay.uplink import STAR_EDGE, expert_url, ring_url
 from kvasir_console.relay.wire.preamble import Kind, Preamble, Wire
 
 Progress = Callable[[int, int | None], None]
@@ -198,6 +198,15 @@ class RingHolding:
         if rank == 0:
             edges.append((Kind.ENTRY, "entry", "N"))
         return [self._session(gateway, kind, edge, role) for kind, edge, role in edges]
+
+    @property
+    def routes(self) -> bool:
+        """Whether the window has layers whose experts others may compute."""
+        return any(self.stage.begin <= layer < self.stage.end for layer in self.info.get("moe_layers", ()))
+
+    def waiting_session(self, gateway: str, slot: int) -> RelaySession:
+        """The session number ``slot`` of those that wait for workers."""
+        return self._session(gateway, Kind.ROUTER, f"{STAR_EDGE}{slot}", "P")
 
     def _session(self, gateway: str, kind: Kind, edge: str, role: str) -> RelaySession:
         name = f"{self.plan.ring}/{edge}/{role}"

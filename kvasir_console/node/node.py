@@ -17,6 +17,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import TypeVar
 
 import psutil
@@ -29,11 +30,12 @@ from kvasir_console.node import hardware, phase
 from kvasir_console.node.accounts import Accounts
 from kvasir_console.node.admin import Handler
 from kvasir_console.node.credentials import Credentials
-from kvasir_console.node.holding import ExpertHolding, Holding, RingHolding, choose_plan
+from kvasir_console.node.holding import ExpertHolding, Holding, RelaySession, RingHolding, choose_plan
 from kvasir_console.node.market import USER_AGENT, Assignment, GatewayInfo, Market
 from kvasir_console.node.phase import Phase
 from kvasir_console.node.signing import WalletSigner
 from kvasir_console.node.snapshot import DownloadView, MachineView, NodeSnapshot, RelayView
+from kvasir_console.node.star import Star
 from kvasir_console.node.supervisor import Engine
 from kvasir_console.node.telemetry import Counters, Telemetry
 from kvasir_console.node.worker_id import worker_id
@@ -77,6 +79,9 @@ class Node:
         self._state = phase.initial(time.time())
         self._holding: Holding | None = None
         self._uplinks: dict[Uplink, asyncio.Task[None]] = {}
+        self._waiting: dict[Uplink, asyncio.Task[None]] = {}
+        """A ring stage's sessions for workers (``star``): it serves whether or not any worker came."""
+        self._star: asyncio.Task[None] | None = None
         self._download: DownloadView | None = None
         self._telemetry = Telemetry()
         self._engine_rss: int | None = None
@@ -103,7 +108,7 @@ class Node:
             gateway=self._market.gateway,
             state=self._state,
             held=None if self._holding is None else self._holding.view(),
-            relays=tuple(_relay_view(uplink.snapshot(), now_s) for uplink in self._uplinks),
+            relays=tuple(_relay_view(uplink.snapshot(), now_s) for uplink in (*self._uplinks, *self._waiting)),
             work=self._telemetry.view(layers=isinstance(self._holding, RingHolding)),
             earnings=self._accounts.view(),
             download=self._download,
@@ -319,31 +324,52 @@ class Node:
         return holding is not None and (reply.wired or isinstance(holding, RingHolding))
 
     def _dial(self, holding: Holding, info: GatewayInfo) -> None:
-        network = self._config.network
         for session in holding.sessions(self._market.gateway):
-            uplink = Uplink(
-                session.url,
-                session.name,
-                self._session_token,
-                token_in_header=info.relay_token_header,
-                ssl_context=self._market.ssl_context,
-                engine_socket=self._engine.data_socket,
-                preamble=session.preamble,
-                user_agent=USER_AGENT,
-                redial_min_s=network.redial_min_s,
-                redial_max_s=network.redial_max_s,
-                on_change=self._uplink_changed,
-            )
+            uplink = self._uplink(session, info, self._uplink_changed)
             self._uplinks[uplink] = asyncio.create_task(uplink.run(), name=f"uplink {session.name}")
+        if isinstance(holding, RingHolding) and holding.routes:
+            self._star = asyncio.create_task(self._keep_waiting(holding, info), name="star")
+
+    async def _keep_waiting(self, holding: RingHolding, info: GatewayInfo) -> None:
+        """Keep a session waiting for the next worker that holds experts of this stage's layers."""
+
+        def dial(slot: int) -> Uplink:
+            session = holding.waiting_session(self._market.gateway, slot)
+            uplink = self._uplink(session, info, partial(star.changed, slot))
+            self._waiting[uplink] = asyncio.create_task(uplink.run(), name=f"uplink {session.name}")
+            return uplink
+
+        star = Star(dial)
+        await star.run()
+
+    def _uplink(self, session: RelaySession, info: GatewayInfo, on_change: Callable[[UplinkState], None]) -> Uplink:
+        network = self._config.network
+        return Uplink(
+            session.url,
+            session.name,
+            self._session_token,
+            token_in_header=info.relay_token_header,
+            ssl_context=self._market.ssl_context,
+            engine_socket=self._engine.data_socket,
+            preamble=session.preamble,
+            user_agent=USER_AGENT,
+            redial_min_s=network.redial_min_s,
+            redial_max_s=network.redial_max_s,
+            on_change=on_change,
+        )
 
     async def _session_token(self, *, refresh: bool) -> str:
         return await self._credentials.get(refresh=refresh)
 
     async def _drop_uplinks(self) -> None:
-        uplinks, self._uplinks = self._uplinks, {}
-        for uplink, task in uplinks.items():
-            await uplink.close()
-            await asyncio.gather(task, return_exceptions=True)
+        if self._star is not None:
+            self._star.cancel()
+            await asyncio.gather(self._star, return_exceptions=True)
+            self._star = None
+        ended = self._uplinks | self._waiting
+        self._uplinks, self._waiting = {}, {}
+        await asyncio.gather(*(uplink.close() for uplink in ended))
+        await asyncio.gather(*ended.values(), return_exceptions=True)
 
     def _uplink_changed(self, state: UplinkState) -> None:
         closed = state.last_close is not None and state.phase is UplinkPhase.WAITING

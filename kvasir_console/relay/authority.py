@@ -35,6 +35,9 @@ class Admission:
     """Expert session: what the engine is told first."""
     engine_socket: Path | None = None
     """Expert session: the data socket of the engine that dispatches."""
+    star: str | None = None
+    """Experts of a ring's stage: the star that this session is part of, as the worker (it has a ``preamble``) or as one
+    of the stage's sessions that wait for workers."""
     entry_model: str | None = None
     """Entry edge of a ring: the model that the ring serves."""
 

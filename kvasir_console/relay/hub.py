@@ -2,6 +2,7 @@
 
 * An expert session is joined to the data socket of the engine that dispatches to it.
 * The two ends of a ring edge are joined to each other, whichever comes first waiting for the other.
+* An expert session of a ring's stage is joined to one of the sessions that the stage's node keeps waiting for workers.
 * The entry edge of a ring is joined to the gateway, in this process.
 
 The hub reads no payload but the role byte that opens a ring edge. It counts every payload byte it delivered, by
@@ -227,7 +228,9 @@ class Hub:
         if session.ending.done():
             return session.ending.result()
         if path == EXPERT_PATH:
-            carry = self._carry_dispatch(session)
+            carry = self._carry_dispatch(session) if session.admission.star is None else self._carry_worker(session)
+        elif session.admission.star is not None:
+            carry = self._carry_waiting(session)
         elif query.get("edge") == "entry":
             carry = self._carry_entry(session, query.get("controller_id", ""))
         else:
@@ -277,6 +280,37 @@ class Hub:
             peer.partner.set_result(session)
             session.partner.set_result(peer)
         await self._carry_joined(session, first)
+
+    async def _carry_waiting(self, session: Session) -> None:
+        """A stage's session, until a worker comes and as long as it stays."""
+        session.ready = True
+        async with self._entry_arrived:
+            self._entry_arrived.notify_all()
+        await self._carry_joined(session, b"")
+
+    async def _carry_worker(self, session: Session) -> None:
+        """Join a worker to its stage, whose engine is told first who it is."""
+        preamble, star = session.admission.preamble, session.admission.star
+
+        def waiting() -> Session | None:
+            live = (each for each in self._live.values() if each.admission.star == star and each is not session)
+            return next((each for each in live if each.free and each.admission.preamble is None), None)
+
+        try:
+            async with asyncio.timeout(self._engine_timeout_s), self._entry_arrived:
+                stage = await self._entry_arrived.wait_for(waiting)
+        except TimeoutError:
+            stage = None
+        if stage is None or preamble is None:
+            raise Refused(CloseCode.UPSTREAM, "the stage of this window is not connected")
+        stage.partner.set_result(session)
+        try:
+            await stage.write(preamble.encode())
+        except ConnectionError:
+            session.end(PEER_LEFT)
+            return
+        session.partner.set_result(stage)
+        await self._carry_joined(session, b"")
 
     async def _carry_entry(self, session: Session, ring_id: str) -> None:
         self._entries[ring_id] = session

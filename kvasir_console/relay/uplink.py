@@ -32,8 +32,22 @@ from kvasir_console.relay.splice import SocketEnd, pump, race
 from kvasir_console.relay.tls import client_context
 from kvasir_console.relay.wire.preamble import Preamble
 
-__all__ = ["TokenProvider", "Uplink", "UplinkPhase", "UplinkState", "client_context", "expert_url", "ring_url"]
+__all__ = [
+    "MAX_WAITING",
+    "STAR_EDGE",
+    "TokenProvider",
+    "Uplink",
+    "UplinkPhase",
+    "UplinkState",
+    "client_context",
+    "expert_url",
+    "ring_url",
+]
 
+STAR_EDGE = "experts-"
+"""Edge name, with a number after it, of a session that a ring's stage keeps waiting for one worker."""
+MAX_WAITING = 256
+"""Most such sessions of a stage."""
 _TOKEN = re.compile(r"[!-~]+")
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)

@@ -165,16 +165,19 @@ async def _load_stage(
     loaded = Loaded(info=info, stage=stage)
     digest = bytes.fromhex(info["model_digest"])
     pipeline: Pipeline
-    if ring := fields.get("ring"):
-        loaded.ring = RingNode(RingConfig(**ring), stage, digest, compute, budget)
-        pipeline = RingPipeline(loaded.ring, stage, compute)
-    elif stage.first and stage.last:
+    ring = fields.get("ring")
+    if stage.banks or not ring:
+        # Whoever holds a MoE layer owns its router, a ring's stage as much as a trunk.
         loaded.router = Router(
             stage,
             digest,
             wire=Wire[str(fields.get("dispatch_wire", "v2")).upper()],
             timeout_s=float(fields.get("dispatch_timeout_s", 10.0)),
         )
+    if ring:
+        loaded.ring = RingNode(RingConfig(**ring), stage, digest, compute, budget, loaded.router)
+        pipeline = RingPipeline(loaded.ring, stage, compute)
+    elif stage.first and stage.last:
         pipeline = LocalPipeline(stage, compute, budget, loaded.router)
     else:
         raise ModelError(

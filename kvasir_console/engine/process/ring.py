@@ -25,6 +25,7 @@ from kvasir_console.engine.process.answers import Answers
 from kvasir_console.engine.process.budget import KvBudget
 from kvasir_console.engine.process.compute import Compute
 from kvasir_console.engine.process.ring_window import Advanced, RingWindow
+from kvasir_console.engine.process.router import Router
 from kvasir_console.engine.stage import Stage
 from kvasir_console.errors import EngineError, KvasirError
 from kvasir_console.relay.wire import ring as wire
@@ -61,13 +62,19 @@ class RingNode:
     """One rank: two edges, its window and, at rank 0, the answers that steps wait for."""
 
     def __init__(
-        self, config: RingConfig, stage: Stage, model_digest: bytes, compute: Compute, budget: KvBudget
+        self,
+        config: RingConfig,
+        stage: Stage,
+        model_digest: bytes,
+        compute: Compute,
+        budget: KvBudget,
+        router: Router | None = None,
     ) -> None:
         self.config = config
         self._stage = stage
         self._digest = model_digest
         self._compute = compute
-        self.window = RingWindow(stage, budget, samples=config.is_last)
+        self.window = RingWindow(stage, budget, samples=config.is_last, router=router)
         self.answers = Answers(stage.shape.n_vocab)
         self._next: _Edge | None = None
         self._prev: _Edge | None = None

@@ -19,9 +19,11 @@ from torch import Tensor
 from kvasir_console.engine.kvcache import KVCache
 from kvasir_console.engine.process.budget import KvBudget
 from kvasir_console.engine.process.pipeline import LOGIT_BYTES, MAX_SEQUENCES, as_engine_error
+from kvasir_console.engine.process.router import Router
 from kvasir_console.engine.process.speculate import MAX_DRAFT
+from kvasir_console.engine.process.tally import StepTally
 from kvasir_console.engine.sampling import SamplingParams, sample
-from kvasir_console.engine.stage import Span, Stage
+from kvasir_console.engine.stage import ExpertCompute, Span, Stage
 from kvasir_console.errors import EngineError, KvasirError
 from kvasir_console.relay.wire import ring as wire
 
@@ -67,8 +69,9 @@ class _Part:
 class RingWindow:
     """Admission belongs to the event loop, ``advance`` to the compute thread."""
 
-    def __init__(self, stage: Stage, budget: KvBudget, *, samples: bool) -> None:
+    def __init__(self, stage: Stage, budget: KvBudget, *, samples: bool, router: Router | None = None) -> None:
         self._stage = stage
+        self._router = router
         self.budget = budget
         self._samples = samples
         self._held: dict[int, _Held] = {}
@@ -172,13 +175,19 @@ class RingWindow:
                 held.cache.truncate(position)
             spans.append(Span(held.cache, position, sum(part.item.rows for part in run)))
             taken += [rows[part.rows] for part in run]
-        hidden = self._stage.forward(torch.cat(taken), spans)
+        hidden = self._stage.forward(torch.cat(taken), spans, self._experts(sum(span.rows for span in spans)))
         self.rows += len(hidden)
         at = 0
         for run in runs:
             for part in run:
                 part.hidden = hidden[at : at + part.item.rows]
                 at += part.item.rows
+
+    def _experts(self, rows: int) -> ExpertCompute | None:
+        """Where the experts of a pass over ``rows`` rows are computed: by workers while any is joined."""
+        if self._router is None or not self._router.live:
+            return None
+        return self._router.expert_compute(StepTally([True] * rows))
 
     def _sample(self, done: list[_Part], errors: list[tuple[wire.Item, KvasirError]]) -> list[tuple[wire.Item, int]]:
         wanted = [part for part in done if part.item.flags & WANT_TOKEN]

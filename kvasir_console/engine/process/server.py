@@ -9,6 +9,7 @@ import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+from kvasir_console.engine.process.router import Router
 from kvasir_console.engine.process.verbs import ENTRY_VERBS, Engine, VerbSession
 from kvasir_console.paths import check_socket_path
 from kvasir_console.relay.wire.preamble import SIZE as PREAMBLE_BYTES
@@ -82,6 +83,8 @@ class EngineServer:
             raise ValueError("nothing is loaded yet")
         if preamble.kind is Kind.DISPATCH and loaded.router is not None:
             await loaded.router.serve(preamble, reader, writer)
+        elif preamble.kind is Kind.ROUTER and loaded.router is not None:
+            await _serve_worker(loaded.router, reader, writer)
         elif preamble.kind is Kind.EXPERTS and loaded.experts is not None:
             await loaded.experts.serve(reader, writer)
         elif preamble.kind is Kind.RING_NEXT and loaded.ring is not None:
@@ -92,6 +95,14 @@ class EngineServer:
             await VerbSession(self._engine, reader, writer, allowed=ENTRY_VERBS).run()
         else:
             raise ValueError(f"this engine's load does not serve {preamble.kind.name}")
+
+
+async def _serve_worker(router: Router, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Wait until the hub joins a worker to this session, which it says first. Raises ``ValueError``."""
+    worker = Preamble.decode(await reader.readexactly(PREAMBLE_BYTES))
+    if worker.kind is not Kind.DISPATCH:
+        raise PreambleError(f"a worker's session began as {worker.kind.name}")
+    await router.serve(worker, reader, writer)
 
 
 async def _listen(path: Path, serve: Serve) -> asyncio.Server:

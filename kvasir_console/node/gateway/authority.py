@@ -14,6 +14,7 @@ from kvasir_console.node.gateway.plans import PlannedRing
 from kvasir_console.relay.authority import Admission, Refused
 from kvasir_console.relay.closing import CloseCode
 from kvasir_console.relay.hub import EXPERT_PATH
+from kvasir_console.relay.uplink import MAX_WAITING, STAR_EDGE
 from kvasir_console.relay.wire.preamble import Kind, Preamble
 
 
@@ -35,6 +36,7 @@ class HubAuthority:
     """Answers the hub from tokens, the census and the signed plans.
 
     * An expert session belongs to the wallet that registered its name by a coverage report; only that wallet dials it.
+    * A stage's sessions for workers belong to the wallet that the plan names for it.
     * A ring edge admits the wallet that the plan names at that end, the entry edge the wallet of rank 0.
     """
 
@@ -70,8 +72,8 @@ class HubAuthority:
             raise Refused(CloseCode.UNKNOWN_SESSION, "report coverage before dialling")
         if worker.wallet != wallet:
             raise Refused(CloseCode.FORBIDDEN, "the session belongs to another wallet")
-        socket = self._trunks.data_socket(worker.model)
-        if socket is None or not self._census.wired(worker):
+        socket, ring = self._trunks.data_socket(worker.model), self._rings.get(worker.model)
+        if (socket is None and ring is None) or not self._census.wired(worker):
             raise Refused(CloseCode.UPSTREAM, "no engine dispatches to this window now")
         window = worker.windows[0]
         self._sessions.admitted(session, wallet, worker.worker_id, worker.model, worker.platform)
@@ -89,6 +91,7 @@ class HubAuthority:
                 wires=worker.wires,
             ),
             engine_socket=socket,
+            star=None if ring is None else _star(ring, _rank_of(ring, window.layer)),
         )
 
     def _ring(self, wallet: str, query: Mapping[str, str]) -> Admission:
@@ -97,6 +100,8 @@ class HubAuthority:
         if ring is None:
             raise Refused(CloseCode.UNKNOWN_SESSION, "no plan names this ring")
         stages = ring.plan.stages
+        if edge.startswith(STAR_EDGE):
+            return _waiting(ring, wallet, edge)
         entry = edge == "entry"
         if not entry and not (edge.isascii() and edge.isdigit() and len(edge) < 5 and int(edge) < len(stages)):
             raise Refused(CloseCode.UNKNOWN_SESSION, "the ring has no such edge")
@@ -110,3 +115,24 @@ class HubAuthority:
             return Admission(key=f"{ring_id}/entry/N", wallet=wallet, entry_model=ring.plan.model)
         name = f"{ring_id}/{int(edge)}"
         return Admission(key=f"{name}/{role}", wallet=wallet, peer_key=f"{name}/{'N' if role == 'P' else 'P'}")
+
+
+def _waiting(ring: PlannedRing, wallet: str, edge: str) -> Admission:
+    """A session that a stage keeps for one worker: ``experts-<slot>``, by the wallet that the plan names."""
+    slot = edge.removeprefix(STAR_EDGE)
+    if not (slot.isascii() and slot.isdigit() and len(slot) < 4 and int(slot) < MAX_WAITING):
+        raise Refused(CloseCode.UNKNOWN_SESSION, f"a stage keeps sessions {STAR_EDGE}0 to {STAR_EDGE}{MAX_WAITING - 1}")
+    rank = next((stage.rank for stage in ring.plan.stages if stage.wallet == wallet), None)
+    if rank is None:
+        raise Refused(CloseCode.FORBIDDEN, "the plan does not name this wallet")
+    star = _star(ring, rank)
+    return Admission(key=f"{star}/{int(slot)}", wallet=wallet, star=star)
+
+
+def _star(ring: PlannedRing, rank: int) -> str:
+    return f"{ring.plan.ring}/experts/{rank}"
+
+
+def _rank_of(ring: PlannedRing, layer: int) -> int:
+    """The rank that holds a layer and so owns its router; a plan's windows hold every layer."""
+    return next(stage.rank for stage in ring.plan.stages if stage.begin <= layer < stage.end)

@@ -45,8 +45,8 @@ class CatalogModel:
 
     @property
     def offered(self) -> OfferedModel | None:
-        """What the expert market offers of it: only a trunk dispatches experts."""
-        if self.placement != "trunk" or not self.shape.moe_layers:
+        """What the expert market offers of it, if it has experts."""
+        if not self.shape.moe_layers:
             return None
         return OfferedModel(
             self.id, self.shape.n_layer, self.shape.n_embd, self.shape.n_expert, self.shape.moe_layers, self.digest

@@ -42,6 +42,8 @@ class Kind(IntEnum):
     """Ring edge from the predecessor: this engine is the successor on it."""
     ENTRY = 5
     """A gateway's generation session: control messages, generation verbs only."""
+    ROUTER = 6
+    """Ring stage side: a session that waits for a worker; what comes first is the hub's ``DISPATCH`` preamble."""
 
 
 class Wire(IntFlag):

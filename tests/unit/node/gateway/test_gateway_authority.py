@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -153,3 +154,28 @@ async def test_edges_that_are_not_there_are_refused(hub: Hub) -> None:
         assert await code(hub.ring(ALICE, edge, "P")) == 4404
     for edge, role in (("0", ""), ("0", "p"), ("0", "X"), ("entry", "P")):
         assert await code(hub.ring(ALICE, edge, role)) == 1002
+
+
+async def test_a_worker_of_a_ring_is_led_to_the_stage_that_holds_its_layer(
+    tmp_path: Path, models: tuple[ServedModel, ...]
+) -> None:
+    """Three layers, of which the second and third are rank 1's; nobody but that rank's wallet waits for its workers."""
+    moe = replace(models[0], placement="ring", ring=((ALICE.address, 0, 1), (BOB.address, 1, 3)))
+    made = Hub(tmp_path, (moe,))
+    made.trunks.sockets.clear()
+    try:
+        made.report(CAROL, segments=[[2, 0, 8]])
+        worker = await made.expert(CAROL)
+        assert (worker.star, worker.engine_socket) == (f"{MOE}/experts/1", None)
+        assert worker.preamble is not None
+        assert worker.preamble.layer == 2
+        waiting = await made.ring(BOB, "experts-0", "P", MOE)
+        assert (waiting.star, waiting.preamble, waiting.wallet) == (worker.star, None, BOB.address)
+        other = await made.ring(BOB, "experts-1", "P", MOE)
+        assert other.key != waiting.key
+        assert (await made.ring(ALICE, "experts-0", "P", MOE)).star == f"{MOE}/experts/0"
+        assert await code(made.ring(CAROL, "experts-0", "P", MOE)) == 4403
+        for edge in ("experts-", "experts-x", "experts--1", "experts-256", "experts-1000"):
+            assert await code(made.ring(BOB, edge, "P", MOE)) == 4404
+    finally:
+        made.store.close()

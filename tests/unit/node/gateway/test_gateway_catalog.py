@@ -23,7 +23,7 @@ def test_the_catalogue_reads_what_the_checkpoints_say(models: tuple[ServedModel,
     assert (offered.model, offered.n_expert, offered.moe_layers, offered.n_embd) == (MOE, 80, (0, 1, 2), 64)
     assert catalog[DENSE].offered is None
     ringed = read_catalog((replace(models[0], placement="ring"),))
-    assert ringed[MOE].offered is None  # the stages of a ring compute their own experts
+    assert ringed[MOE].offered == offered  # a ring's stages route their layers' experts as a trunk does
 
 
 async def test_the_least_recently_served_slice_goes_first(tmp_path: Path, models: tuple[ServedModel, ...]) -> None:

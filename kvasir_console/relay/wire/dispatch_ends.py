@@ -112,6 +112,11 @@ class WorkerEnd:
         self._last_id = 0
 
     @property
+    def greeted(self) -> bool:
+        """Whether greetings were exchanged."""
+        return self._peer is not None
+
+    @property
     def in_flight(self) -> int:
         """Requests not answered yet."""
         return len(self._costs)
@@ -120,6 +125,8 @@ class WorkerEnd:
         try:
             for found in self._reader.feed(data):
                 if isinstance(found, Skipped):
+                    if found.error is not None and not self.greeted:
+                        raise found.error
                     if found.error is not None:
                         self._refuse(found.header.request_id, found.error)
                 elif (event := self._take(found)) is not None:
@@ -148,6 +155,8 @@ class WorkerEnd:
 
     def last_words(self, error: V3Error) -> None:
         """Say why the session ends."""
+        if not self.greeted:
+            self.outgoing = [v3.OPENING]
         self.outgoing.append(v3.encode_error(0, error.code, str(error)))
 
     def _admit(self, header: Header) -> Skipped | None:
@@ -193,7 +202,7 @@ class WorkerEnd:
                 self._peer = v3.decode_hello(frame.payload)
                 if self._peer.n_embd != self.hello.n_embd:
                     raise V3Error(f"the trunk has n_embd {self._peer.n_embd}, these experts {self.hello.n_embd}")
-                self.outgoing.append(v3.encode_hello(self.hello))
+                self.outgoing.insert(0, v3.encode_hello(self.hello))  # nothing was written before it
                 return Greeted(self._peer)
             case FrameKind.REQUEST:
                 held = self.hello.slices[frame.slice]

@@ -103,7 +103,10 @@ async def test_dispatched_experts_give_the_local_tokens_and_every_pair_is_counte
     assert sum(each["pairs"] for each in coverage.values()) == remote.pairs_remote
     assert [each["pairs"] for each in served] == [coverage[name]["pairs"] for name in ("expert-a", "expert-b")]
     for each in coverage.values():
-        assert each["paid_bytes"] == 2 * N_EMBD * each["rows"] + 10 * each["pairs"]
+        assert each["checked_pairs"] > 0
+        # The pay of a slice's first pairs is held until enough of them were found right.
+        assert each["paid_bytes"] + each["held_bytes"] == 2 * N_EMBD * each["rows"] + 10 * each["pairs"]
+        assert bool(each["paid_bytes"]) == each["proven"] == (each["held_bytes"] == 0)
 
 
 def shift_ids(data: bytes) -> bytes:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -106,7 +107,7 @@ class ExpertServer:
             while data:
                 decoder.feed(data)
                 while (request := decoder.next()) is not None:
-                    array = await self._compute.run(lambda bank=bank, request=request: expert_reply(bank, request))
+                    array = await self._compute.run(functools.partial(expert_reply, bank, request))
                     self.served.count(request)
                     writer.write(dispatch.encode_reply(request.wire, array))
                     await writer.drain()

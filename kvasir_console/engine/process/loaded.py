@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
+import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +31,15 @@ from kvasir_console.engine.process.ring_pipeline import RingPipeline
 from kvasir_console.engine.process.router import Router
 from kvasir_console.engine.process.scheduler import MAX_QUEUE, Scheduler
 from kvasir_console.engine.process.served import ServedSlice
+from kvasir_console.engine.process.worker import UNKNOWN_DIGEST, DigestOf, Slice
 from kvasir_console.engine.stage import Stage
 from kvasir_console.engine.tokens import Tokenizer
-from kvasir_console.errors import EngineError, ModelError
+from kvasir_console.errors import EngineError, KvasirError, ModelError
 from kvasir_console.paths import Paths
 from kvasir_console.relay.wire.preamble import Wire
+from kvasir_console.relay.wire.values import Dtype
 
+log = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]
 CONTEXT_CAP = 8192
 """A request never takes more positions than this unless the owner's configuration says so."""
@@ -188,7 +193,9 @@ async def _load_stage(
         loaded.router = Router(
             stage,
             digest,
-            wire=Wire[str(fields.get("dispatch_wire", "v2")).upper()],
+            wire=Wire[str(fields.get("dispatch_wire", "v3")).upper()],
+            dtype=Dtype[str(fields.get("dispatch_dtype", "f32")).upper()],
+            digest_of=_digests_of(path),
             timeout_s=float(fields.get("dispatch_timeout_s", 10.0)),
         )
     if ring:
@@ -208,6 +215,26 @@ async def _load_stage(
             scheduler, tokenizer, template, context_length=context_length, trace_directory=runtime
         )
     return loaded
+
+
+def _digests_of(path: Path) -> DigestOf:
+    """Shard digests of slices of the model at ``path``, each computed once, off the loop."""
+    known: dict[Slice, bytes] = {}
+
+    def read(held: Slice) -> bytes:
+        try:
+            with Checkpoint.open(path) as checkpoint:
+                return slice_digest(checkpoint, held.layer, held.begin, held.end)
+        except (OSError, KvasirError) as error:
+            log.warning("the digest of layer %d experts [%d, %d) is not known: %s", *astuple(held), error)
+            return UNKNOWN_DIGEST
+
+    async def digest_of(held: Slice) -> bytes:
+        if held not in known:
+            known[held] = await asyncio.to_thread(read, held)
+        return known[held]
+
+    return digest_of
 
 
 def _common(checkpoint: Checkpoint, fields: dict[str, Any]) -> dict[str, Any]:

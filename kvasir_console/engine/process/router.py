@@ -1,113 +1,190 @@
-"""The expert router: which pairs go to which remote session, and what happens when one fails.
+"""The expert router: which pairs leave this machine, to whom, and what their answers are worth.
 
 Routing is decided once, here (*router authority*): a remote worker is a pure function of rows and expert ids. A pair
-whose expert a live session holds is dispatched; every other pair is computed by the local bank. If a session breaks,
-times out or answers with something that is not finite, its pairs are computed elsewhere or locally in the same step,
-so a token never depends on who was alive.
+whose expert a live session holds may be dispatched (``coverage`` says to whom, ``elastic`` when); every other pair is
+computed by the local bank. If a session breaks, is late or answers nonsense, its pairs are computed elsewhere or here
+in the same step (``star``), so a token never depends on who was alive, and ``sums`` adds them up such that it does not
+depend on who computed either.
 
-Sums are regrouped by holder: each holder returns the weighted sum of its own pairs, and the sums are added in f32,
-local first, then by session name. With two experts a token the regrouping is exact; with more it differs from the
-local order by rounding only.
+Answers are looked at (``checks``): all of them until a slice is proven, a random share after that. What is paid is
+what was acknowledged here; the gateway reads it as ``coverage``.
 """
 
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
+import contextlib
 import functools
 import logging
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from kvasir_console.engine.process import coverage
+from kvasir_console.engine.process.accounts import Accounts
+from kvasir_console.engine.process.examiner import Answered, Examiner, some_rows
+from kvasir_console.engine.process.hedging import HedgeBudget
+from kvasir_console.engine.process.roster import REST_S, Policy, Roster, Session
+from kvasir_console.engine.process.star import Ask, Part, Released, gather
+from kvasir_console.engine.process.sums import F32, I64, Pairs, empty_sum
 from kvasir_console.engine.process.tally import StepTally
-from kvasir_console.engine.process.worker import SessionStats, Slice, Worker, WorkerError
+from kvasir_console.engine.process.worker import DigestOf, Worker, WorkerError, choose_wire
 from kvasir_console.engine.stage import ExpertCompute, Stage
 from kvasir_console.relay.wire import dispatch
 from kvasir_console.relay.wire.preamble import Preamble, Wire
+from kvasir_console.relay.wire.values import Dtype
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class _Pairs:
-    """Pairs of one layer: ``rows`` (P,) index the batch, ``ids`` (P,) are global expert ids, ``weights`` (P,) f32."""
+@dataclass(slots=True)
+class Counters:
+    """Over this engine's life."""
 
-    rows: torch.Tensor
-    ids: torch.Tensor
-    weights: torch.Tensor
-
-    def __len__(self) -> int:
-        return int(self.rows.numel())
-
-    @property
-    def distinct_rows(self) -> int:
-        return len(np.unique(self.rows.numpy()))
-
-    def where(self, mask: torch.Tensor) -> _Pairs:
-        return _Pairs(self.rows[mask], self.ids[mask], self.weights[mask])
+    steps: int = 0
+    """Layers' steps that waited for a network."""
+    asks: int = 0
+    hedges: int = 0
+    wait_ms: float = 0.0
+    """Time in which nothing was left to compute but answers were missing."""
 
 
 class Router:
-    """Dispatches expert pairs of one trunk. ``serve`` runs on the loop; ``compute`` runs on the compute thread."""
+    """Dispatches expert pairs of one stage. ``serve`` runs on the loop; ``compute`` runs on the compute thread.
 
-    def __init__(self, stage: Stage, model_digest: bytes, *, wire: Wire = Wire.V2, timeout_s: float = 10.0) -> None:
+    Args:
+        wire: asked of workers that speak it; ``dtype`` is what version 3 of it writes values in.
+        digest_of: the shard digest a slice must have; ``None`` believes what workers say.
+        evidence_directory: where wrong answers are kept; ``None`` keeps none.
+        released: entered while a step waits for answers, so that another may compute.
+        on_quarantine: told on the loop whom the checks have caught.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        model_digest: bytes,
+        *,
+        wire: Wire = Wire.V2,
+        dtype: Dtype = Dtype.F32,
+        digest_of: DigestOf | None = None,
+        timeout_s: float = 10.0,
+        policy: Policy | None = None,
+        evidence_directory: Path | None = None,
+        released: Released = contextlib.nullcontext,
+        on_quarantine: Callable[[dict[str, Any]], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._stage = stage
         self._digest = model_digest
         self._wanted = wire
+        self._dtype = dtype
+        self._digest_of = digest_of
         self._timeout_s = timeout_s
+        self._policy = policy or Policy()
+        self._released = released
+        self._on_quarantine = on_quarantine
+        self._clock = clock
         self._loop = asyncio.get_running_loop()
-        self._live: dict[str, Worker] = {}
-        self._stats: dict[tuple[str, str, int, int, int], SessionStats] = {}
+        self._roster = Roster(self._policy)
+        self._accounts = Accounts(self._policy.trial_pairs)
+        self._examiner = Examiner(
+            stage,
+            model_digest,
+            self._accounts,
+            share=self._policy.check_share,
+            seed=self._policy.seed,
+            evidence_directory=evidence_directory,
+            caught=self._tell_caught,
+        )
+        self._budget = HedgeBudget(self._policy.hedge_share)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.counters = Counters()
 
-    def coverage(self) -> list[dict[str, Any]]:
-        """Every session ever served, with its acknowledged work (micro-units are ``paid_bytes``)."""
-        return [asdict(stats) for stats in self._stats.values()]
+    # -- sessions ---------------------------------------------------------------------------------------------------
 
     async def serve(self, preamble: Preamble, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Keep one spliced session until it ends. Raises ``ValueError`` if the preamble does not fit this model."""
-        bank = self._stage.banks.get(preamble.layer)
         if preamble.model_digest != self._digest:
             raise ValueError("the session serves another model")
-        if bank is None or not bank.begin <= preamble.begin < preamble.end <= bank.end:
-            raise ValueError(f"layer {preamble.layer} has no experts [{preamble.begin}, {preamble.end})")
-        if self._quarantined(preamble.session):
+        for layer, begin, end in preamble.windows:
+            bank = self._stage.banks.get(layer)
+            if bank is None or not bank.begin <= begin < end <= bank.end:
+                raise ValueError(f"layer {layer} has no experts [{begin}, {end})")
+        if self._accounts.quarantined(preamble.session, preamble.wallet):
             raise ValueError(f"session {preamble.session} is quarantined")
-        if older := self._live.get(preamble.session):
+        key = _key(preamble.session, preamble.wallet)
+        worker = Worker(
+            preamble,
+            choose_wire(self._wanted, preamble.wires, self._dtype),
+            reader,
+            writer,
+            functools.partial(self._accounts.of, preamble.session, preamble.wallet),
+            n_embd=self._stage.shape.n_embd,
+            dtype=self._dtype,
+            digest_of=self._digest_of,
+        )
+        await worker.open()
+        if older := self._roster.get(key):
             self._drop(older, "replaced by a newer connection")
-        wire = self._wanted if self._wanted & preamble.wires else Wire.V2
-        worker = Worker(preamble, wire, reader, writer, functools.partial(self._account, preamble))
-        self._live[worker.name] = worker
+        session = Session(key, worker, self._clock())
+        self._roster.add(session)
         for held in worker.slices:
             log.info("session %s serves layer %d experts [%d, %d)", worker.name, held.layer, held.begin, held.end)
         why = await worker.run()
         log.info("session %s ends: %s", worker.name, why)
-        self._drop(worker, why)
+        self._drop(session, why)
 
-    def _account(self, preamble: Preamble, held: Slice) -> SessionStats:
-        key = (preamble.session, preamble.wallet, held.layer, held.begin, held.end)
-        return self._stats.setdefault(key, SessionStats(*key))
+    def coverage(self) -> list[dict[str, Any]]:
+        """Every slice ever served, with its acknowledged work (micro-units are ``paid_bytes``)."""
+        return self._accounts.coverage()
 
-    def _quarantined(self, name: str) -> bool:
-        return any(stats.quarantined for stats in self._stats.values() if stats.session == name)
+    def stats(self) -> dict[str, Any]:
+        """For the ``stats`` verb."""
+        now = self._clock()
+        held = {
+            layer: [holder for _, holder in self._roster.holders(layer, now)] for layer in sorted(self._stage.banks)
+        }
+        sizes = {layer: bank.end - bank.begin for layer, bank in self._stage.banks.items()}
+        return {
+            **asdict(self.counters),
+            "checked_pairs": self._examiner.checked_pairs,
+            "mismatches": self._examiner.mismatches,
+            "disputes": self._examiner.disputes,
+            "saturated": self._roster.elastic.saturated,
+            "streaming": self._roster.elastic.streaming,
+            "coverage": coverage.describe(sizes, held),
+        }
 
-    def quarantine(self, name: str) -> bool:
-        """Refuse a session from now on; its unacknowledged work earns nothing."""
-        found = False
-        for stats in self._stats.values():
-            if stats.session == name:
-                stats.quarantined = found = True
-        if worker := self._live.get(name):
-            self._drop(worker, "quarantined")
+    def quarantine(self, name: str, wallet: str | None = None) -> bool:
+        """Refuse a session from now on and void what it is owed; the operator's word or another engine's finding."""
+        found = self._accounts.convict(name, wallet) is not None
+        for session in self._roster:
+            if session.worker.name == name and wallet in (None, session.worker.wallet):
+                self._drop(session, "quarantined")
         return found
 
     @property
     def live(self) -> bool:
-        """Whether any session is connected."""
-        return bool(self._live)
+        """Whether any session is connected whose experts may be asked for now."""
+        return bool(len(self._roster)) and self._roster.elastic.streaming
+
+    def observe(self, streams: int) -> None:
+        """A step of so many streams is about to be computed."""
+        self._roster.elastic.observe(streams, self._clock())
+
+    def _drop(self, session: Session, why: str) -> None:
+        self._roster.remove(session)
+        if not session.worker.broken:
+            log.info("session %s ends: %s", session.worker.name, why)
+        session.worker.drop(why)
+
+    # -- a layer's step, on the compute thread --------------------------------------------------------
 
     def expert_compute(self, tally: StepTally) -> ExpertCompute:
         """The function a forward pass calls for each MoE layer; it counts into ``tally`` and heeds its ``network``."""
@@ -127,91 +204,216 @@ class Router:
     ) -> torch.Tensor:  # (T, D)
         T, K = ids.shape
         step = tally.take(layer, T)
-        pairs = _Pairs(torch.arange(T).repeat_interleave(K), ids.reshape(-1).cpu(), weights.reshape(-1))
-        taken = torch.from_numpy(~tally.network[step]).repeat_interleave(K)
-        local = taken.clone()
-        sent: list[tuple[Worker, _Pairs, concurrent.futures.Future[torch.Tensor]]] = []
-        for worker, held in self._holders(layer):
-            mine = (pairs.ids >= held.start) & (pairs.ids < held.stop) & ~taken
-            if not bool(mine.any()) or not worker.fits((part := pairs.where(mine)).distinct_rows, len(part)):
-                continue
-            taken |= mine
-            sent.append((worker, part, self._send(worker, layer, x, part)))
-        out = self._local(layer, x, pairs.where(local | ~taken), tally, step)
-        for worker, part, future in sent:
-            partial = self._collect(worker, layer, future)
-            if partial is None:
-                tally.count_failovers(part.rows.numpy() + step.start)
-                out += self._elsewhere(layer, x, part, tally, step, {worker.name})
-            else:
-                tally.count_remote(part.rows.numpy() + step.start)
-                out += partial
-        return out
-
-    def _elsewhere(
-        self, layer: int, x: torch.Tensor, pairs: _Pairs, tally: StepTally, step: slice, failed: set[str]
-    ) -> torch.Tensor:
-        """Compute pairs whose session failed: by a replica that holds them all, else locally."""
-        for worker, held in self._holders(layer):
-            inside = bool(((pairs.ids >= held.start) & (pairs.ids < held.stop)).all())
-            if worker.name in failed or not inside:
-                continue
-            partial = self._collect(worker, layer, self._send(worker, layer, x, pairs))
-            if partial is not None:
-                tally.count_remote(pairs.rows.numpy() + step.start)
-                return partial
-            failed.add(worker.name)
-        return self._local(layer, x, pairs, tally, step)
-
-    def _local(self, layer: int, x: torch.Tensor, pairs: _Pairs, tally: StepTally, step: slice) -> torch.Tensor:
         bank = self._stage.banks[layer]
-        tally.count_local(pairs.rows.numpy() + step.start)
-        return bank.weighted_sum(x, pairs.rows, pairs.ids - bank.begin, pairs.weights)
+        pairs, total = Pairs.of(ids, weights), empty_sum(x, K)
+        self._examiner.arbitrate()
+        parts: list[Part] = []
+        away = np.zeros(len(pairs), dtype=np.bool_)
+        allowed = np.repeat(tally.network[step], K)
+        counts = np.bincount(pairs.ids[allowed], minlength=bank.end)
+        for key, experts in self._roster.plan(layer, counts, self._clock()).items():
+            mine = allowed & np.isin(pairs.ids, experts)
+            part = self._part(key, layer, x, pairs.where(mine), total.frame(pairs.where(mine)))
+            if part is not None:
+                away |= mine
+                parts.append(part)
 
-    def _holders(self, layer: int) -> Iterator[tuple[Worker, range]]:
-        """Live workers of a layer and what they hold, in a fixed order, so that sums are added in a fixed order."""
-        for worker in sorted(self._live.values(), key=lambda worker: worker.name):
-            held = worker.holds(layer)
-            if held is not None and not worker.broken:
-                yield worker, held
+        def local(some: Pairs) -> None:
+            tally.count_local(some.rows + step.start)
+            total.local(bank, x, some)
 
-    def _send(
-        self, worker: Worker, layer: int, x: torch.Tensor, pairs: _Pairs
-    ) -> concurrent.futures.Future[torch.Tensor]:
-        """Start a request; the future holds the (T, D) weighted sum of these pairs."""
-        distinct, index = torch.unique(pairs.rows, return_inverse=True)
-        request = dispatch.Request(
-            wire=worker.wire,
-            rows=np.ascontiguousarray(x[distinct].cpu().numpy()),
-            row_idx=index.numpy().astype(np.int32),
-            ids=pairs.ids.numpy().astype(np.int32),
-            weights=pairs.weights.cpu().numpy(),
+        if not parts:
+            local(pairs)
+            return total.result()
+        self.ask([ask for part in parts for ask in part.asks])
+        if not away.all():
+            local(pairs.where(~away))
+        for part in parts:
+            self._prepare(part)
+        self.counters.steps += 1
+        waited = self._clock()
+        gather(
+            self,
+            parts,
+            total,
+            local,
+            self._clock,
+            self._released,
+            lambda some: tally.count_remote(some.rows + step.start),
+            lambda some: tally.count_failovers(some.rows + step.start),
         )
-        coroutine = self._request(worker, layer, request, distinct, x.shape[0])
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        self.counters.wait_ms += (self._clock() - waited) * 1e3
+        return total.result()
 
-    def _collect(
-        self, worker: Worker, layer: int, future: concurrent.futures.Future[torch.Tensor]
-    ) -> torch.Tensor | None:
-        try:
-            return future.result()
-        except (OSError, EOFError, TimeoutError, ValueError, WorkerError, concurrent.futures.CancelledError) as error:
-            worker.stats[layer].failures += 1
-            self._loop.call_soon_threadsafe(self._drop, worker, f"{type(error).__name__}: {error}")
+    def _prepare(self, part: Part) -> None:
+        """Get ready to look at an answer while it travels. Under load another wallet's worker does."""
+        session = self._roster.get(part.asks[0].key)
+        if session is None or not len(part.drawn):
+            return
+        if self._roster.elastic.saturated and session.worker.stats[part.layer].proven:
+            strangers = [
+                holder
+                for other, holder in self._roster.holders(part.layer, self._clock())
+                if holder.wallet != session.worker.wallet and other.worker.stats[part.layer].proven
+            ]
+            part.cross = coverage.replica(part.experts, strangers, part.asked)
+        if part.cross is None:
+            self._examiner.prepare(part, session.worker)
+
+    def _part(self, key: str, layer: int, x: torch.Tensor, pairs: Pairs, frame: tuple[I64, I64]) -> Part | None:
+        session = self._roster.get(key)
+        sent, row_idx = frame
+        if session is None or not len(pairs) or not session.worker.fits(len(sent), len(pairs)):
             return None
+        request = dispatch.Request(
+            wire=session.worker.wire,
+            rows=np.ascontiguousarray(x[torch.from_numpy(sent)].float().cpu().numpy()),
+            row_idx=row_idx.astype(np.int32),
+            ids=pairs.ids.astype(np.int32),
+            weights=pairs.weights,
+        )
+        drawn = self._examiner.draw(key, session.worker, layer, row_idx, len(sent))
+        part = Part(layer, pairs, sent, row_idx, request, drawn)
+        part.asks.append(self.make_ask(key, part))
+        return part
 
-    async def _request(
-        self, worker: Worker, layer: int, request: dispatch.Request, distinct: torch.Tensor, batch: int
-    ) -> torch.Tensor:
-        async with asyncio.timeout(self._timeout_s):
-            partial = await worker.ask(layer, request)
-        out = torch.zeros(batch, request.n_embd)
-        out[distinct] = torch.from_numpy(partial)
-        return out
+    # -- what a star asks of its desk (``star.Desk``), on the compute thread ----------------------------
 
-    def _drop(self, worker: Worker, why: str) -> None:
-        if self._live.get(worker.name) is worker:
-            del self._live[worker.name]
-        if not worker.broken:
-            log.info("session %s ends: %s", worker.name, why)
-        worker.drop(why)
+    def make_ask(self, key: str, part: Part) -> Ask:
+        session, now = self._roster.get(key), self._clock()
+        late_ms = session.pace.late_ms(len(part.pairs)) if session else 0.0
+        part.asked.add(key)
+        return Ask(key, part, now, now + min(late_ms / 1e3, self._timeout_s))
+
+    def ask(self, asks: Sequence[Ask]) -> None:
+        self.counters.asks += len(asks)
+        for ask in asks:
+            if len(ask.part.asked) == 1:
+                self._budget.asked()
+        self._loop.call_soon_threadsafe(self._start, list(asks))
+
+    def other(self, part: Part, *, hedge: bool) -> str | None:
+        holders, wallets = [], set()
+        for session, holder in self._roster.holders(part.layer, self._clock()):
+            if session.key in part.asked:
+                wallets.add(holder.wallet)
+            elif session.worker.stats[part.layer].proven and session.worker.fits(len(part.sent), len(part.pairs)):
+                holders.append(holder)
+        strangers = [holder for holder in holders if holder.wallet not in wallets]
+        found = coverage.replica(part.experts, strangers, part.asked) or coverage.replica(
+            part.experts, holders, part.asked
+        )
+        if hedge:
+            if found is not None and not self._budget.take():
+                found = None
+            self.counters.hedges += 1
+            for ask in part.asks:
+                if slow := self._roster.get(ask.key):
+                    slow.worker.stats[part.layer].hedges += 1
+        return found
+
+    def accept(self, ask: Ask, values: F32) -> bool:
+        part, session = ask.part, self._roster.get(ask.key)
+        if session is None:
+            return False  # it was caught or dropped while this answer waited
+        worker, stats = session.worker, session.worker.stats[part.layer]
+        if part.cross is not None and stats.proven:
+            one = Answered(worker, values[part.drawn])
+            self._loop.call_soon_threadsafe(self._spawn, self._cross_check(part, part.drawn, one))
+            self._accounts.pay(stats, part.request)
+            return True
+        if not stats.proven and len(part.drawn) < len(part.sent):
+            return False
+        checked_pairs = self._examiner.passes(ask.key, worker, part, values)
+        if checked_pairs is None:
+            return False
+        self._accounts.pay(stats, part.request, checked_pairs)
+        return True
+
+    def leave(self, ask: Ask) -> None:
+        ask.reply.add_done_callback(functools.partial(self._came_late, ask))
+
+    # -- frames, on the loop ------------------------------------------------------------------------------------------
+
+    def _start(self, asks: list[Ask]) -> None:
+        for ask in asks:
+            self._spawn(self._answer(ask))
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _tell_caught(self, worker: Worker, facts: dict[str, Any]) -> None:
+        self._loop.call_soon_threadsafe(self._caught, worker, facts)
+
+    def _caught(self, worker: Worker, facts: dict[str, Any]) -> None:
+        for session in self._roster:
+            if session.worker is worker:
+                self._drop(session, "quarantined")
+        if self._on_quarantine is not None:
+            self._on_quarantine(facts)
+
+    async def _answer(self, ask: Ask) -> None:
+        """Ask, and set the reply, whatever comes."""
+        session = self._roster.get(ask.key)
+        if session is None:
+            ask.reply.set_exception(ConnectionResetError("the session is closed"))
+            return
+        worker = session.worker
+        session.open_asks.add(ask)
+        started = self._clock()
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                values = await worker.ask(ask.part.layer, ask.part.request, pay=False)
+        except (OSError, EOFError, TimeoutError, ValueError, WorkerError) as error:
+            worker.stats[ask.part.layer].failures += 1
+            refused = isinstance(error, WorkerError) and error.reason != "not_finite"
+            if refused:
+                session.rests_until = self._clock() + REST_S
+                log.info("session %s refuses a request: %s", worker.name, error)
+            else:
+                self._drop(session, f"{type(error).__name__}: {error}")
+            ask.reply.set_exception(error)
+        except BaseException:
+            ask.reply.cancel()
+            raise
+        else:
+            session.pace.record(len(ask.part.pairs), (self._clock() - started) * 1e3)
+            ask.reply.set_result(values)
+        finally:
+            session.open_asks.discard(ask)
+
+    def _came_late(self, ask: Ask, reply: Any) -> None:
+        """An answer that another one, or this machine, was faster than. It is paid if its slice is proven and it says
+        the same; if it does not, it is found out who is wrong."""
+        session, part = self._roster.get(ask.key), ask.part
+        if reply.cancelled() or reply.exception() is not None or session is None:
+            return
+        stats = session.worker.stats[part.layer]
+        if not stats.proven:
+            return
+        rows = np.arange(len(part.sent))
+        used = self._roster.get(part.answered_by)
+        other = None if used is None or part.answer is None else Answered(used.worker, part.answer)
+        late = Answered(session.worker, reply.result(), part.request)
+        if self._examiner.compare(part, rows, late, other):
+            self._accounts.pay(stats, part.request)
+
+    async def _cross_check(self, part: Part, rows: I64, one: Answered) -> None:
+        """Ask another wallet's worker for the drawn rows of an answer."""
+        session = self._roster.get(part.cross)
+        if session is None:
+            return
+        request = some_rows(part, rows)
+        with contextlib.suppress(OSError, EOFError, TimeoutError, ValueError, WorkerError):
+            async with asyncio.timeout(self._timeout_s):
+                values = await session.worker.ask(part.layer, request, pay=False)
+            if self._examiner.compare(part, rows, one, Answered(session.worker, values, request)):
+                self._accounts.pay(session.worker.stats[part.layer], request)
+                self._examiner.checked_pairs += request.n_pairs
+
+
+def _key(session: str, wallet: str) -> str:
+    """Session names are scoped to the wallet."""
+    return f"{session}@{wallet}"

@@ -11,7 +11,15 @@ from collections.abc import Sequence
 from kvasir_console.engine.process.compute import Compute
 from kvasir_console.engine.process.served import Served, ServedSlice, expert_reply
 from kvasir_console.errors import RequestError
-from kvasir_console.relay.wire.dispatch_ends import Asked, CancelAsked, Complaint, Parting, WorkerEnd, WorkerEvent
+from kvasir_console.relay.wire.dispatch_ends import (
+    Asked,
+    CancelAsked,
+    Complaint,
+    Greeted,
+    Parting,
+    WorkerEnd,
+    WorkerEvent,
+)
 from kvasir_console.relay.wire.dispatch_v3 import ErrorCode, Hello, V3Error
 
 log = logging.getLogger(__name__)
@@ -44,12 +52,13 @@ class V3Session:
         self._end = WorkerEnd(hello)
         self._queue: deque[Asked] = deque()
         self._arrived = asyncio.Event()
-        self._said_goodbye = False
+        self._parting: str | None = None
 
     async def run(self, first: bytes) -> None:
         """Serve until the trunk has left, ``first`` having been read already.
 
         Raises:
+            OSError: the connection broke.
             V3Error: the trunk broke the contract; it was told.
         """
         answering = asyncio.create_task(self._answer_all())
@@ -69,10 +78,10 @@ class V3Session:
 
     def goodbye(self, text: str) -> None:
         """Ask the trunk for no more work. It leaves once it has the answers it waits for."""
-        if not self._said_goodbye:
-            self._said_goodbye = True
-            self._end.goodbye(text)
+        if self._parting is None:
+            self._parting = text
             if self._end.greeted:
+                self._end.goodbye(text)
                 self._write()
 
     async def _receive(self, data: bytes) -> None:
@@ -85,6 +94,9 @@ class V3Session:
 
     def _handle(self, event: WorkerEvent) -> None:
         match event:
+            case Greeted():
+                if self._parting is not None:
+                    self._end.goodbye(self._parting)
             case Asked():
                 self._queue.append(event)
                 self._arrived.set()

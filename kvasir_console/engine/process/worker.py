@@ -21,7 +21,7 @@ from kvasir_console.relay.wire.dispatch_v3 import HeldSlice, Hello
 from kvasir_console.relay.wire.preamble import Preamble, Wire
 from kvasir_console.relay.wire.values import Dtype
 
-__all__ = ["SessionStats", "Slice", "StatsOf", "Worker", "WorkerError", "choose_wire"]
+__all__ = ["DigestOf", "SessionStats", "Slice", "StatsOf", "Worker", "WorkerError", "choose_wire"]
 
 UNKNOWN_DIGEST = bytes(32)
 
@@ -62,6 +62,15 @@ class SessionStats:
     """What rows and sums are written in."""
     ping_ms: float | None = None
     """Smoothed round trip without any work; None on wires that have no PING."""
+    proven: bool = False
+    """Enough of its pairs were found right (``checks``)."""
+    checked_pairs: int = 0
+    held_bytes: int = 0
+    """Acknowledged, and paid once the slice is proven."""
+    voided_bytes: int = 0
+    mismatches: int = 0
+    hedges: int = 0
+    """Requests that somebody else was asked for too, because this one was late."""
 
 
 StatsOf = Callable[[Slice], SessionStats]

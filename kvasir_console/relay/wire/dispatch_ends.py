@@ -202,7 +202,7 @@ class WorkerEnd:
                 self._peer = v3.decode_hello(frame.payload)
                 if self._peer.n_embd != self.hello.n_embd:
                     raise V3Error(f"the trunk has n_embd {self._peer.n_embd}, these experts {self.hello.n_embd}")
-                self.outgoing.insert(0, v3.encode_hello(self.hello))  # nothing was written before it
+                self.outgoing.append(v3.encode_hello(self.hello))
                 return Greeted(self._peer)
             case FrameKind.REQUEST:
                 held = self.hello.slices[frame.slice]

@@ -79,7 +79,7 @@ async def test_a_stream_gives_the_preamble_and_keeps_what_follows() -> None:
         b"KVSX" + Preamble(Kind.EXPERTS, "x").encode()[4:],
         b"KVSP\x02\x00" + Preamble(Kind.EXPERTS, "x").encode()[6:],
         b"KVSP\x01\x00\x00\x00" + Preamble(Kind.EXPERTS, "x").encode()[8:],
-        b"KVSP\x01\x00\x06\x00" + Preamble(Kind.EXPERTS, "x").encode()[8:],
+        b"KVSP\x01\x00\x07\x00" + Preamble(Kind.EXPERTS, "x").encode()[8:],
         Preamble(Kind.EXPERTS, "x").encode()[:232] + b"\x00\x01" + bytes(22 + 12 * 256),
         Preamble(Kind.EXPERTS, "x").encode()[:232] + b"\x01\x00" + bytes(22),
         Preamble(Kind.EXPERTS, "x").encode()[:60] + b"\xff" * 128 + bytes(68),

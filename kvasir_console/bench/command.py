@@ -21,6 +21,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.pairs < 1:
         raise UsageError("bad_pairs", "--pairs takes 1 or more.")
+    if arguments.bench_command == "relay":
+        return _relay(arguments)
     model = Path(arguments.model)
     if not model.suffix:
         model = catalogue.pull(arguments.model, Paths.from_environment().ensure())
@@ -36,6 +38,24 @@ def run(arguments: argparse.Namespace) -> int:
         )
     )
     print(json.dumps(report, indent=2) if arguments.json else _describe(report))
+    return ExitCode.OK
+
+
+def _relay(arguments: argparse.Namespace) -> int:
+    from kvasir_console.bench import relay
+
+    if not 0 <= arguments.rtt_ms <= 1000 or not 1 <= arguments.hidden <= 2**18:
+        raise UsageError("bad_shape", "--rtt-ms takes 0 to 1000, --hidden 1 to 262144.")
+    report = asyncio.run(
+        relay.run(
+            pairs=arguments.pairs,
+            hidden=arguments.hidden,
+            rtt_ms=arguments.rtt_ms,
+            seed=arguments.seed,
+            say=lambda line: print(line, file=sys.stderr, flush=True),
+        )
+    )
+    print(json.dumps(report, indent=2) if arguments.json else relay.describe(report))
     return ExitCode.OK
 
 

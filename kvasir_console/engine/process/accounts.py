@@ -25,7 +25,7 @@ class Accounts:
     def of(self, session: str, wallet: str, held: Slice) -> SessionStats:
         key = (session, wallet, held.layer, held.begin, held.end)
         with self._lock:
-            return self._stats.setdefault(key, SessionStats(*key))
+            return self._stats.setdefault(key, SessionStats(*key, proven=self._trial_pairs == 0))
 
     def pay(self, stats: SessionStats, request: dispatch.Request, checked_pairs: int = 0) -> None:
         """An answer was acknowledged; so many of its pairs were looked at and found right."""

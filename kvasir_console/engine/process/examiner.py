@@ -108,8 +108,8 @@ class Examiner:
         return verdict.pairs
 
     def compare(self, part: Part, rows: I64, one: Answered, other: Answered | None) -> bool:
-        """Two answers to the same rows: whether they agree. If not, or if there is no other, the first doubtful row is
-        computed here at the next occasion, and whoever is wrong is caught.
+        """Two answers to the same rows: whether they agree. If not, the first doubtful row is computed here at the next
+        occasion, and whoever is wrong is caught. Without another (it was computed here, and is gone) the first row is.
 
         Args:
             rows: (C,) rows of the part's frame that the answers are to.
@@ -126,8 +126,10 @@ class Examiner:
         answers = tuple(
             Answered(each.worker, each.values[at : at + 1], each.owed) for each in (one, other) if each is not None
         )
+        if other is None:
+            answers = (Answered(one.worker, one.values[:1]),)
         self._disputes.append(_Dispute(part.layer, some_rows(part, rows[at : at + 1]), answers))
-        return False
+        return other is None
 
     def arbitrate(self) -> None:
         """Settle what is in doubt."""

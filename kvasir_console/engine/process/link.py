@@ -47,7 +47,7 @@ class Link(Protocol):
     dtype: Dtype
     """What rows and sums are written in, unless that cannot carry them."""
     draining: bool
-    """The worker asked for no more work."""
+    """The worker asked for no more work; what comes all the same, it answers."""
     ping_ms: float | None
 
     def fits(self, n_rows: int, n_pairs: int) -> bool:

@@ -28,6 +28,7 @@ from kvasir_console.engine.process.local import LocalPipeline
 from kvasir_console.engine.process.pipeline import Pipeline
 from kvasir_console.engine.process.ring import RingConfig, RingNode
 from kvasir_console.engine.process.ring_pipeline import RingPipeline
+from kvasir_console.engine.process.roster import Policy
 from kvasir_console.engine.process.router import Router
 from kvasir_console.engine.process.scheduler import MAX_QUEUE, Scheduler
 from kvasir_console.engine.process.served import ServedSlice
@@ -41,6 +42,7 @@ from kvasir_console.relay.wire.values import Dtype
 
 log = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]
+Announce = Callable[[dict[str, Any]], None]
 CONTEXT_CAP = 8192
 """A request never takes more positions than this unless the owner's configuration says so."""
 
@@ -94,15 +96,23 @@ class Loaded:
 
 
 async def load(
-    fields: dict[str, Any], compute: Compute, runtime: Path, options: ComputeOptions, progress: Progress
+    fields: dict[str, Any],
+    compute: Compute,
+    runtime: Path,
+    options: ComputeOptions,
+    progress: Progress,
+    announce: Announce = lambda _: None,
 ) -> Loaded:
-    """Carry out a ``load`` verb. Raises ``ModelError`` for a bad file, ``EngineError`` for a bad request."""
+    """Carry out a ``load`` verb; ``announce`` takes events that answer no request.
+
+    Raises ``ModelError`` for a bad file, ``EngineError`` for a bad request.
+    """
     try:
         role = str(fields["role"])
         if role == "experts":
             return await _load_experts(fields, compute, options)
         if role == "stage":
-            return await _load_stage(Path(fields["path"]), fields, compute, runtime, options, progress)
+            return await _load_stage(Path(fields["path"]), fields, compute, runtime, options, progress, announce)
     except (KeyError, TypeError, ValueError) as error:
         raise EngineError("bad_load_request", f"The load request is incomplete or malformed: {error!r}.") from error
     raise EngineError("unknown_role", f"An engine loads 'stage' or 'experts', not {role!r}.")
@@ -148,7 +158,13 @@ async def _load_experts(fields: dict[str, Any], compute: Compute, options: Compu
 
 
 async def _load_stage(
-    path: Path, fields: dict[str, Any], compute: Compute, runtime: Path, options: ComputeOptions, progress: Progress
+    path: Path,
+    fields: dict[str, Any],
+    compute: Compute,
+    runtime: Path,
+    options: ComputeOptions,
+    progress: Progress,
+    announce: Announce,
 ) -> Loaded:
     begin, end = (int(layer) for layer in fields["layers"])
     started = time.monotonic()
@@ -197,6 +213,9 @@ async def _load_stage(
             dtype=Dtype[str(fields.get("dispatch_dtype", "f32")).upper()],
             digest_of=_digests_of(path),
             timeout_s=float(fields.get("dispatch_timeout_s", 10.0)),
+            policy=Policy.parse(fields.get("dispatch_policy") or {}),
+            evidence_directory=Path(fields.get("evidence_directory") or runtime / "evidence"),
+            on_quarantine=lambda facts: announce({"event": "quarantined", **facts}),
         )
     if ring:
         loaded.ring = RingNode(RingConfig(**ring), stage, digest, compute, budget, loaded.router)

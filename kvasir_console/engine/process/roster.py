@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -26,10 +27,20 @@ class Policy:
     hot_experts: int = 0
     """So many of a layer's most wanted experts are never dispatched."""
     trial_pairs: int = checks.TRIAL_PAIRS
+    """Pairs to be found right before a slice is proven; 0 trusts everybody from the start."""
     check_share: float = checks.SHARE
     hedge_share: float = 0.1
     seed: int | None = None
     """Of the checks' draws; without one nobody can foresee them."""
+
+    @classmethod
+    def parse(cls, given: Mapping[str, Any]) -> Policy:
+        """Settings by name. Raises ``ValueError`` or ``TypeError`` for one that makes no sense."""
+        made = cls(**{**given, "dispatch": Dispatch(given.get("dispatch", Dispatch.ALWAYS))})
+        shares = (made.check_share, made.hedge_share)
+        if min(made.busy_streams - 1, made.hot_experts, made.trial_pairs) < 0 or not all(0 <= s <= 1 for s in shares):
+            raise ValueError(f"a dispatch policy cannot be {dict(given)!r}")
+        return made
 
 
 @dataclass(slots=True, eq=False)

@@ -282,7 +282,7 @@ class Router:
     def make_ask(self, key: str, part: Part) -> Ask:
         session, now = self._roster.get(key), self._clock()
         late_ms = session.pace.late_ms(len(part.pairs)) if session else 0.0
-        part.asked.add(key)
+        part.asked.append(key)
         return Ask(key, part, now, now + min(late_ms / 1e3, self._timeout_s))
 
     def ask(self, asks: Sequence[Ask]) -> None:

@@ -36,7 +36,8 @@ class Part:
     drawn: I64
     """(C,) the frame's rows that are looked at, ascending."""
     asks: list[Ask] = field(default_factory=list)
-    asked: set[str] = field(default_factory=set)
+    asked: list[str] = field(default_factory=list)
+    """Everybody who was asked, in order."""
     reference: tuple[tuple[Wire, str], F32, I64] | None = None
     """The drawn pairs' terms as a worker of this wire has to answer them, and their rows among the drawn ones."""
     cross: str | None = None
@@ -98,8 +99,10 @@ def gather(
     while open_parts:
         woken.clear()
         for part in list(open_parts):
-            if _settle(desk, part, clock, on_failover, woken):
+            if _settle(desk, part, clock, woken):
                 open_parts.remove(part)
+                if part.answered_by != part.asked[0]:
+                    on_failover(part.pairs)
                 if part.answer is None:
                     local(part.pairs)
                 else:
@@ -115,20 +118,17 @@ def _settle(
     desk: Desk,
     part: Part,
     clock: Callable[[], float],
-    on_failover: Callable[[Pairs], None],
     woken: threading.Event,
 ) -> bool:
     """See whether a part has its answer, or will be computed here (``answer`` is then ``None``)."""
     for ask in [ask for ask in part.asks if ask.reply.done()]:
         part.asks.remove(ask)
         if ask.reply.cancelled() or ask.reply.exception() is not None:
-            on_failover(part.pairs)
             continue
         values = ask.reply.result()
         if desk.accept(ask, values):
             part.answer, part.answered_by = values, ask.key
             break
-        on_failover(part.pairs)
     hedge = bool(part.asks) and all(ask.late_at <= clock() for ask in part.asks)
     if part.answer is None and (hedge or not part.asks):
         other = desk.other(part, hedge=hedge)

@@ -27,6 +27,8 @@ GREETING_TIMEOUT_S = 10.0
 PING_EVERY_S = 5.0
 DEAD_AFTER_S = 10.0
 """A worker that sends nothing for so long after a PING is gone; with the pause before it, in 15 s at most."""
+LINGER_S = 0.1
+"""A worker that wants to leave is kept so long after its last answer: a step that was planned with it may still ask."""
 
 
 class V3Link:
@@ -101,8 +103,6 @@ class V3Link:
                 self._freed.clear()
                 await self._freed.wait()
                 await self._outbox.ready()
-            if self.draining:
-                raise WorkerError("the worker takes no new work", "draining")
             number = self._end.ask(slice_, dtype, request)
             self._post()
         answer: asyncio.Future[Answered] = asyncio.get_running_loop().create_future()
@@ -121,8 +121,16 @@ class V3Link:
     async def receive(self) -> str:
         watch = asyncio.create_task(self._keep_alive())
         try:
-            while not (self.draining and not self._end.in_flight):
-                if not (data := await self._reader.read(_READ_BYTES)):
+            while True:
+                idle = self.draining and not self._end.in_flight
+                try:
+                    async with asyncio.timeout(LINGER_S if idle else None):
+                        data = await self._reader.read(_READ_BYTES)
+                except TimeoutError:
+                    if not self._end.in_flight:
+                        break
+                    continue
+                if not data:
                     break
                 self._take(data)
         finally:
@@ -183,7 +191,8 @@ class V3Link:
             if self._pinged_at is not None:
                 silent_s = self._clock() - max(self._pinged_at, self._heard_at)
                 if silent_s >= self._dead_after_s:
-                    self._reader.set_exception(TimeoutError(f"the worker gave no sign of life for {silent_s:.0f} s"))
+                    why = f"the worker gave no sign of life for {silent_s:.0f} s"
+                    self._reader.set_exception(ConnectionAbortedError(why))
                     return
 
     def _post(self) -> None:

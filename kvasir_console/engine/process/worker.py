@@ -159,7 +159,7 @@ class Worker:
 
     @property
     def draining(self) -> bool:
-        """The worker asked for no more work; what it has, it answers."""
+        """The worker asked for no more work; what comes all the same, it answers."""
         return self._link.draining
 
     @property
@@ -184,7 +184,7 @@ class Worker:
         return sum(stats.in_flight for stats in self.stats.values())
 
     def holds(self, layer: int) -> range | None:
-        """The experts of ``layer`` that this worker computes; None too if it takes no more work."""
+        """The experts of ``layer`` that this worker computes; None too if it wants no more work."""
         for each in self.slices if not self._link.draining else ():
             if each.layer == layer:
                 return range(each.begin, each.end)
@@ -217,11 +217,11 @@ class Worker:
             ValueError: the reply breaks the contract, or the request cannot be carried.
             WorkerError: the answer cannot be used: ``not_finite``.
         """
-        held = self.holds(layer)
+        held = next((each for each in self.slices if each.layer == layer), None)
         if held is None:
             raise ValueError(f"{self.name} holds no experts of layer {layer}")
         stats = self.stats[layer]
-        local = dispatch.local_ids(request.ids, held.start, held.stop)
+        local = dispatch.local_ids(request.ids, held.begin, held.end)
         request = dispatch.Request(self.wire, request.rows, request.row_idx, local, request.weights)
         stats.in_flight += request.n_pairs
         try:

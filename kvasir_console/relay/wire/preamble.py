@@ -23,6 +23,7 @@ than one window has the others after it.
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum, IntFlag
 
@@ -61,6 +62,19 @@ class Wire(IntFlag):
     V2 = 2
     V2F16 = 4
     V3 = 8
+
+
+WIRE_NAMES: Mapping[str, Wire] = {"v1": Wire.V1, "v2": Wire.V2, "v2f16": Wire.V2F16, "v3": Wire.V3}
+"""As ``/api/config`` and coverage reports name them."""
+
+
+def wires_named(names: Iterable[object]) -> Wire:
+    """The wires a report names; those of another generation are not known here and left out."""
+    found = Wire(0)
+    for name in names:
+        if isinstance(name, str):
+            found |= WIRE_NAMES.get(name, Wire(0))
+    return found
 
 
 class PreambleError(ValueError):

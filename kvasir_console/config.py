@@ -116,8 +116,10 @@ class GatewayConfig:
     max_requests: int = 8
     """Requests of one model that run at once; as many as ``max_waiting`` more wait for their turn."""
     max_waiting: int = 16
-    dispatch_wire: str = "v2"
-    """Wire asked of workers that speak it: ``v2`` (f32, exact), ``v2f16`` or ``v1``."""
+    dispatch_wire: str = "v3"
+    """Wire asked of workers that speak it: ``v3``, ``v2`` (f32, exact), ``v2f16`` or ``v1``."""
+    dispatch_dtype: str = "f32"
+    """What ``v3`` writes hidden states in: ``f32`` (exact), ``f16``, ``bf16`` or ``int8`` (a quarter of the bytes)."""
     dispatch: str = "always"
     """When experts are computed by workers: ``always`` (whenever one holds them) or ``elastic`` (under load only)."""
     dispatch_busy_streams: int = 4
@@ -290,7 +292,8 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "node.serve": ("auto", "experts", "ring", "nothing"),
     "wallet.commitment": ("processed", "confirmed", "finalized"),
     "wallet.kdf": ("interactive", "moderate", "sensitive"),
-    "gateway.dispatch_wire": ("v1", "v2", "v2f16"),
+    "gateway.dispatch_wire": ("v1", "v2", "v2f16", "v3"),
+    "gateway.dispatch_dtype": ("f32", "f16", "bf16", "int8"),
     "gateway.dispatch": ("always", "elastic"),
 }
 # Least and most; a number without an entry must not be negative.

@@ -93,6 +93,10 @@ class Splice:
         for writer in self._writers:
             writer.close()
 
+    async def ended(self) -> None:
+        """Wait until either end has closed."""
+        await asyncio.wait(self._tasks)
+
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, to_right: bool) -> None:
         with contextlib.suppress(OSError):
             while data := await reader.read(65536):

@@ -155,10 +155,11 @@ class Examiner:
         return self._samplers[key]
 
     def _reference(self, part: Part, worker: Worker) -> tuple[F32, I64]:
-        if part.reference is None or part.reference[0] != worker.wire:
+        seen = (worker.wire, worker.dtype)
+        if part.reference is None or part.reference[0] != seen:
             request = some_rows(part, part.drawn)
             terms = self._terms(part.layer, request, worker)
-            part.reference = (worker.wire, terms, request.row_idx.astype(np.int64))
+            part.reference = (seen, terms, request.row_idx.astype(np.int64))
         return part.reference[1:]
 
     def _terms(self, layer: int, request: dispatch.Request, worker: Worker) -> F32:

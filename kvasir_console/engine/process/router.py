@@ -33,10 +33,11 @@ from kvasir_console.engine.process.roster import REST_S, Policy, Roster, Session
 from kvasir_console.engine.process.star import Ask, Part, Released, gather
 from kvasir_console.engine.process.sums import F32, I64, Pairs, empty_sum
 from kvasir_console.engine.process.tally import StepTally
-from kvasir_console.engine.process.worker import Worker, WorkerError
+from kvasir_console.engine.process.worker import DigestOf, Worker, WorkerError, choose_wire
 from kvasir_console.engine.stage import ExpertCompute, Stage
 from kvasir_console.relay.wire import dispatch
 from kvasir_console.relay.wire.preamble import Preamble, Wire
+from kvasir_console.relay.wire.values import Dtype
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +58,8 @@ class Router:
     """Dispatches expert pairs of one stage. ``serve`` runs on the loop; ``compute`` runs on the compute thread.
 
     Args:
+        wire: asked of workers that speak it; ``dtype`` is what version 3 of it writes values in.
+        digest_of: the shard digest a slice must have; ``None`` believes what workers say.
         evidence_directory: where wrong answers are kept; ``None`` keeps none.
         released: entered while a step waits for answers, so that another may compute.
         on_quarantine: told on the loop whom the checks have caught.
@@ -68,6 +71,8 @@ class Router:
         model_digest: bytes,
         *,
         wire: Wire = Wire.V2,
+        dtype: Dtype = Dtype.F32,
+        digest_of: DigestOf | None = None,
         timeout_s: float = 10.0,
         policy: Policy | None = None,
         evidence_directory: Path | None = None,
@@ -78,6 +83,8 @@ class Router:
         self._stage = stage
         self._digest = model_digest
         self._wanted = wire
+        self._dtype = dtype
+        self._digest_of = digest_of
         self._timeout_s = timeout_s
         self._policy = policy or Policy()
         self._released = released
@@ -103,20 +110,28 @@ class Router:
 
     async def serve(self, preamble: Preamble, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Keep one spliced session until it ends. Raises ``ValueError`` if the preamble does not fit this model."""
-        bank = self._stage.banks.get(preamble.layer)
         if preamble.model_digest != self._digest:
             raise ValueError("the session serves another model")
-        if bank is None or not bank.begin <= preamble.begin < preamble.end <= bank.end:
-            raise ValueError(f"layer {preamble.layer} has no experts [{preamble.begin}, {preamble.end})")
+        for layer, begin, end in preamble.windows:
+            bank = self._stage.banks.get(layer)
+            if bank is None or not bank.begin <= begin < end <= bank.end:
+                raise ValueError(f"layer {layer} has no experts [{begin}, {end})")
         if self._accounts.quarantined(preamble.session, preamble.wallet):
             raise ValueError(f"session {preamble.session} is quarantined")
         key = _key(preamble.session, preamble.wallet)
+        worker = Worker(
+            preamble,
+            choose_wire(self._wanted, preamble.wires, self._dtype),
+            reader,
+            writer,
+            functools.partial(self._accounts.of, preamble.session, preamble.wallet),
+            n_embd=self._stage.shape.n_embd,
+            dtype=self._dtype,
+            digest_of=self._digest_of,
+        )
+        await worker.open()
         if older := self._roster.get(key):
             self._drop(older, "replaced by a newer connection")
-        wire = self._wanted if self._wanted & preamble.wires else Wire.V2
-        worker = Worker(
-            preamble, wire, reader, writer, functools.partial(self._accounts.of, preamble.session, preamble.wallet)
-        )
         session = Session(key, worker, self._clock())
         self._roster.add(session)
         for held in worker.slices:

@@ -38,7 +38,7 @@ class Part:
     asks: list[Ask] = field(default_factory=list)
     asked: list[str] = field(default_factory=list)
     """Everybody who was asked, in order."""
-    reference: tuple[Wire, F32, I64] | None = None
+    reference: tuple[tuple[Wire, str], F32, I64] | None = None
     """The drawn pairs' terms as a worker of this wire has to answer them, and their rows among the drawn ones."""
     cross: str | None = None
     """Who is asked for the drawn rows too, instead of computing them here."""

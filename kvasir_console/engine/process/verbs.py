@@ -29,6 +29,7 @@ Message = dict[str, Any]
 ENTRY_VERBS = frozenset({"generate", "cancel", "count_tokens", "info"})
 """All that a gateway may ask of a node's engine: it can never load, inspect or stop anything there."""
 RATE_WINDOW_S = 10.0
+DRAIN_TIMEOUT_S = 10.0
 
 
 class Engine:
@@ -262,9 +263,14 @@ class VerbSession:
             await self._send(control.reply(message, warm_s=0.0))
 
     async def _drain(self, message: Message) -> None:
+        """Take no new work, and finish what there is: requests of clients, and answers that trunks wait for."""
         self._engine.draining = True
         await self._engine.idle.wait()
-        await self._send(control.reply(message))
+        loaded = self._engine.loaded
+        drained = True
+        if loaded is not None and loaded.experts is not None:
+            drained = await loaded.experts.drain(float(message.get("timeout_s", DRAIN_TIMEOUT_S)))
+        await self._send(control.reply(message, drained=drained))
 
     async def _exit(self, message: Message) -> None:
         await self._send(control.reply(message))

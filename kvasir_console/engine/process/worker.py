@@ -8,31 +8,22 @@ Everything here runs on the event loop.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import time
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
+from kvasir_console.engine.process.legacy_link import LegacyLink
+from kvasir_console.engine.process.link import F32Array, Link, WorkerError
+from kvasir_console.engine.process.v3_link import V3Link
 from kvasir_console.relay.wire import dispatch
+from kvasir_console.relay.wire.dispatch_v3 import HeldSlice, Hello
 from kvasir_console.relay.wire.preamble import Preamble, Wire
+from kvasir_console.relay.wire.values import Dtype
 
-_READ_BYTES = 256 * 1024
-F32Array = np.ndarray[Any, np.dtype[np.float32]]
+__all__ = ["DigestOf", "SessionStats", "Slice", "StatsOf", "Worker", "WorkerError", "choose_wire"]
 
-
-class WorkerError(Exception):
-    """The worker refused a request, or answered with what cannot be used; the session may well live on.
-
-    ``reason`` is a stable lower_snake name.
-    """
-
-    def __init__(self, message: str, reason: str) -> None:
-        super().__init__(message)
-        self.reason = reason
+UNKNOWN_DIGEST = bytes(32)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -65,6 +56,12 @@ class SessionStats:
     rtt_ms: float | None = None
     """Smoothed time from request to reply: network and the worker's compute."""
     quarantined: bool = False
+    shard_digest: str = ""
+    """What the worker says its shard is (SHA-256, hexadecimal); empty if it does not say."""
+    dtype: str = "f32"
+    """What rows and sums are written in."""
+    ping_ms: float | None = None
+    """Smoothed round trip without any work; None on wires that have no PING."""
     proven: bool = False
     """Enough of its pairs were found right (``checks``)."""
     checked_pairs: int = 0
@@ -80,16 +77,21 @@ StatsOf = Callable[[Slice], SessionStats]
 """The account of a slice of this session, kept by the router over redials."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Pending:
-    """A request on its way: the reply has exactly ``size`` bytes."""
+DigestOf = Callable[[Slice], Awaitable[bytes]]
+"""The shard digest that a slice of this model must have; zero bytes where it cannot be known."""
 
-    size: int
-    reply: asyncio.Future[bytes]
+
+def choose_wire(wanted: Wire, spoken: Wire, dtype: Dtype) -> Wire:
+    """The wire for a worker that speaks ``spoken``: the wanted one, or of the older ones the nearest to it."""
+    if wanted & spoken:
+        return wanted
+    if wanted is Wire.V3 and dtype is not Dtype.F32 and spoken & Wire.V2F16:
+        return Wire.V2F16
+    return Wire.V2
 
 
 class Worker:
-    """One live connection to a remote worker.
+    """One live connection to a remote worker; ``open`` it, then keep ``run`` running.
 
     Requests that are asked for in one turn of the loop leave in one write. A request whose task is cancelled leaves
     the session alive; its late reply is swallowed and earns nothing.
@@ -102,20 +104,73 @@ class Worker:
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
         stats_of: StatsOf,
+        *,
+        n_embd: int,
+        dtype: Dtype = Dtype.F32,
+        digest_of: DigestOf | None = None,
     ) -> None:
+        """
+        Args:
+            preamble: who it is, and the windows the hub admitted it with. An older wire serves the first of them.
+            dtype: what version 3 writes rows and sums in, where the worker offers it.
+        """
         self.name = preamble.session
         self.wallet = preamble.wallet
         self.wire = wire
-        self.slices = (Slice(preamble.layer, preamble.begin, preamble.end),)
-        self.stats: Mapping[int, SessionStats] = {each.layer: stats_of(each) for each in self.slices}
+        self.slices: tuple[Slice, ...] = ()
+        self.stats: dict[int, SessionStats] = {}
         """The account of each layer's slice."""
         self.broken = False
-        self._reader = reader
-        self._writer = writer
-        self._pending: deque[_Pending] = deque()
-        self._outbox: list[bytes] = []
-        for stats in self.stats.values():
-            stats.wire, stats.connected = (wire.name or "").lower(), True
+        self._stats_of = stats_of
+        self._digest_of = digest_of
+        self._numbers: dict[int, int] = {}
+        self._admitted = [Slice(*window) for window in preamble.windows]
+        self._link: Link
+        self._v3: V3Link | None = None
+        if wire is Wire.V3:
+            admitted = tuple(HeldSlice(*window) for window in preamble.windows)
+            hello = Hello(n_embd, admitted, preamble.model_digest, dtypes=dtype.bit | Dtype.F32.bit)
+            self._link = self._v3 = V3Link(hello, dtype, reader, writer)
+            self._model_digest = preamble.model_digest
+        else:
+            self._link = LegacyLink(wire, reader, writer)
+            self._hold(0, self._admitted[0], "")
+
+    async def open(self) -> None:
+        """Exchange greetings, on the wire that has them; then the slices are known.
+
+        Raises:
+            OSError: no greeting came in time, or the stream ended.
+            ValueError: it breaks the contract, or names other experts than the session was admitted with.
+        """
+        if self._v3 is None:
+            return
+        try:
+            hello = await self._v3.open()
+            if hello.model_digest != self._model_digest:
+                raise ValueError("the worker serves another model")
+            for number, held in enumerate(hello.slices):
+                await self._take_slice(number, held)
+            if not self.slices:
+                raise ValueError("the worker serves none of the experts it was admitted with")
+        except BaseException as error:
+            self.drop(str(error) or "no greeting came in time")
+            raise
+
+    @property
+    def draining(self) -> bool:
+        """The worker asked for no more work; what comes all the same, it answers."""
+        return self._link.draining
+
+    @property
+    def dtype(self) -> str:
+        """What rows and sums are written in (f32, f16, bf16, int8), unless that cannot carry them."""
+        return self._link.dtype.name.lower()
+
+    @property
+    def ping_ms(self) -> float | None:
+        """Smoothed round trip without any work; None on wires that have no PING."""
+        return self._link.ping_ms
 
     @property
     def rtt_ms(self) -> float | None:
@@ -129,23 +184,24 @@ class Worker:
         return sum(stats.in_flight for stats in self.stats.values())
 
     def holds(self, layer: int) -> range | None:
-        """The experts of ``layer`` that this worker computes."""
-        for each in self.slices:
+        """The experts of ``layer`` that this worker computes; None too if it wants no more work."""
+        for each in self.slices if not self._link.draining else ():
             if each.layer == layer:
                 return range(each.begin, each.end)
         return None
 
     def fits(self, n_rows: int, n_pairs: int) -> bool:
-        """Whether one request of this wire can carry so much (v1 repeats a row for each of its pairs)."""
-        if self.wire is Wire.V1:
-            return n_pairs <= dispatch.MAX_TOKENS
-        return n_pairs <= dispatch.MAX_PAIRS and n_rows <= dispatch.MAX_ROWS
+        """Whether one request can carry so much."""
+        return self._link.fits(n_rows, n_pairs)
+
+    def as_received(self, request: dispatch.Request) -> tuple[F32Array, F32Array]:
+        """Rows (R, D) and weights (P,) as the worker reads them off the wire; a check recomputes from these."""
+        return self._link.as_received(request)
 
     async def run(self) -> str:
         """Receive until the session ends; returns why. It is dropped by then."""
         try:
-            await self._receive()
-            why = "the worker closed the stream"
+            why = await self._link.receive()
         except (OSError, EOFError, ValueError) as error:
             why = str(error)
         self.drop(why)
@@ -161,25 +217,24 @@ class Worker:
             ValueError: the reply breaks the contract, or the request cannot be carried.
             WorkerError: the answer cannot be used: ``not_finite``.
         """
-        held = self.holds(layer)
+        held = next((each for each in self.slices if each.layer == layer), None)
         if held is None:
             raise ValueError(f"{self.name} holds no experts of layer {layer}")
         stats = self.stats[layer]
-        local = dispatch.local_ids(request.ids, held.start, held.stop)
+        local = dispatch.local_ids(request.ids, held.begin, held.end)
         request = dispatch.Request(self.wire, request.rows, request.row_idx, local, request.weights)
         stats.in_flight += request.n_pairs
-        started = time.monotonic()
         try:
-            partial = await self._ask_legacy(request)
+            reply = await self._link.ask(self._numbers[layer], request)
         finally:
             stats.in_flight -= request.n_pairs
-        if not np.isfinite(partial).all() and np.isfinite(request.rows).all():
+        if not np.isfinite(reply.sums).all() and np.isfinite(request.rows).all():
             raise WorkerError("the worker answered with values that are not finite", "not_finite")
-        elapsed_ms = (time.monotonic() - started) * 1e3
-        stats.rtt_ms = elapsed_ms if stats.rtt_ms is None else 0.8 * stats.rtt_ms + 0.2 * elapsed_ms
+        stats.rtt_ms = reply.elapsed_ms if stats.rtt_ms is None else 0.8 * stats.rtt_ms + 0.2 * reply.elapsed_ms
+        stats.ping_ms = self._link.ping_ms
         if pay:
             self.acknowledge(layer, request)
-        return partial
+        return reply.sums
 
     def acknowledge(self, layer: int, request: dispatch.Request) -> None:
         """Count an answered request as work to be paid for."""
@@ -196,66 +251,26 @@ class Worker:
         self.broken = True
         for stats in self.stats.values():
             stats.connected = False
-        with contextlib.suppress(OSError):
-            self._writer.close()
-        while self._pending:
-            waiting = self._pending.popleft()
-            if not waiting.reply.done():
-                waiting.reply.set_exception(ConnectionResetError(why))
+        self._link.close(why)
 
-    async def _ask_legacy(self, request: dispatch.Request) -> F32Array:
-        # Hidden states beyond half precision's range would become infinite on the thrifty wire.
-        wire = self.wire if self.wire is not Wire.V2F16 or dispatch.fits_f16(request) else Wire.V2
-        encoded = dispatch.encode_request(request, wire)
-        size = dispatch.reply_bytes(wire, request.n_embd, request.n_rows, request.n_pairs)
-        if not self.broken:
-            await self._writer.drain()
-        if self.broken:
-            raise ConnectionResetError("the session is closed")
-        waiting = _Pending(size, asyncio.get_running_loop().create_future())
-        self._pending.append(waiting)
-        self._post(encoded)
-        return _weighted(request, dispatch.decode_reply(wire, await waiting.reply, request.n_embd), wire)
+    async def _take_slice(self, number: int, held: HeldSlice) -> None:
+        """Enter one slice of the worker's greeting, if the session was admitted with it."""
+        offered = Slice(held.layer, held.begin, held.end)
+        admitted = any(
+            offered.layer == each.layer and each.begin <= offered.begin and offered.end <= each.end
+            for each in self._admitted
+        )
+        if not admitted or offered.layer in self.stats:
+            return
+        if self._digest_of is not None and held.digest != UNKNOWN_DIGEST:
+            due = await self._digest_of(offered)
+            if due not in (UNKNOWN_DIGEST, held.digest):
+                raise ValueError(f"the worker's experts of layer {held.layer} are not those of this model")
+        self._hold(number, offered, "" if held.digest == UNKNOWN_DIGEST else held.digest.hex())
 
-    def _post(self, frame: bytes) -> None:
-        if not self._outbox:
-            asyncio.get_running_loop().call_soon(self._flush)
-        self._outbox.append(frame)
-
-    def _flush(self) -> None:
-        frames, self._outbox = self._outbox, []
-        if not self.broken:
-            self._writer.writelines(frames)
-
-    async def _receive(self) -> None:
-        """Hand each reply to the request it answers. Replies come in the order of requests: the wire has no ids.
-
-        Raises:
-            ValueError: the worker sent bytes that nobody asked for.
-            EOFError: the stream ended in the middle of a reply.
-        """
-        while data := await self._reader.read(_READ_BYTES):
-            while data:
-                if not self._pending:
-                    raise ValueError("the worker sent bytes that nobody asked for")
-                waiting = self._pending[0]
-                missing = waiting.size - len(data)
-                body = data[: waiting.size] if missing <= 0 else data + await self._reader.readexactly(missing)
-                if self.broken:
-                    return
-                self._pending.popleft()
-                if not waiting.reply.done():
-                    waiting.reply.set_result(body)
-                data = data[waiting.size :]
-
-
-def _weighted(request: dispatch.Request, reply: F32Array, wire: Wire) -> F32Array:
-    """The (R, D) weighted sums of a reply. v1 carries raw outputs, one a pair, which are weighed here."""
-    if wire is not Wire.V1:
-        return np.ascontiguousarray(reply, dtype=np.float32)
-    out = np.zeros_like(request.rows)
-    if request.weights is None:
-        raise ValueError("a request without weights has no weighted sums")
-    for pair, row in enumerate(request.row_idx):
-        out[row] += request.weights[pair] * reply[pair]
-    return out
+    def _hold(self, number: int, held: Slice, digest: str) -> None:
+        self.slices += (held,)
+        self._numbers[held.layer] = number
+        stats = self.stats[held.layer] = self._stats_of(held)
+        stats.wire, stats.connected = (self.wire.name or "").lower(), True
+        stats.dtype, stats.shard_digest = self.dtype, digest

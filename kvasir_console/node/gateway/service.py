@@ -180,6 +180,7 @@ class GatewayService:
             wire,
             self._config.gateway.dispatch_policy(),
             self._paths.state / "evidence",
+            self._config.gateway.dispatch_dtype,
         )
         return trunk
 

@@ -58,12 +58,13 @@ class Trunk:
         dispatch_wire: str,
         dispatch_policy: Mapping[str, Any] | None = None,
         evidence_directory: Path | None = None,
+        dispatch_dtype: str = "f32",
     ) -> None:
         self.model = model
         self.engine = make_engine(name, self._ready, self._exited)
         self._backend = backend
         self._config = engine
-        self._dispatch_wire = dispatch_wire
+        self._dispatch_wire, self._dispatch_dtype = dispatch_wire, dispatch_dtype
         self._policy = dict(dispatch_policy or {})
         self._evidence_directory = evidence_directory or ""
         self._client: EngineClient | None = None
@@ -102,6 +103,7 @@ class Trunk:
             context_length=self._config.context_length,
             dispatch_timeout_s=self._config.dispatch_timeout_s,
             dispatch_wire=self._dispatch_wire,
+            dispatch_dtype=self._dispatch_dtype,
             dispatch_policy=self._policy,
             evidence_directory=str(self._evidence_directory),
         )

@@ -67,7 +67,7 @@ async def joint(request: pytest.FixtureRequest) -> AsyncIterator[Joint]:
         fresh = SessionStats("expert-a", "wallet", held.layer, held.begin, held.end)
         return accounts.setdefault(held, fresh)
 
-    worker = Worker(PREAMBLE, wire, *await asyncio.open_connection(sock=ours), stats_of)
+    worker = Worker(PREAMBLE, wire, *await asyncio.open_connection(sock=ours), stats_of, n_embd=E)
     running = asyncio.create_task(worker.run())
     yield Joint(worker, peer, accounts[Slice(LAYER, BEGIN, END)], running)
     worker.drop("the test is over")

@@ -95,6 +95,18 @@ async def test_the_registering_wallet_is_led_to_the_engine(hub: Hub) -> None:
     assert hub.sessions.seen == [("expert-w", ALICE.address, "w", MOE)]
 
 
+async def test_a_session_of_version_3_serves_all_windows_that_are_of_use(hub: Hub) -> None:
+    segments = [[1, 8, 24], [2, 0, 4], [2, 0, 1000], [99, 0, 4]]
+    hub.report(ALICE, wires=["v2"], segments=segments)
+    preamble = (await hub.expert(ALICE)).preamble
+    assert preamble is not None
+    assert preamble.windows == ((1, 8, 24),)
+    hub.report(ALICE, wires=["v2", "v3"], segments=segments)
+    preamble = (await hub.expert(ALICE)).preamble
+    assert preamble is not None
+    assert preamble.windows == ((1, 8, 24), (2, 0, 4))
+
+
 async def test_a_node_that_names_no_wires_speaks_v2(hub: Hub) -> None:
     hub.report(ALICE)
     preamble = (await hub.expert(ALICE)).preamble

@@ -48,6 +48,8 @@ from kvasir_console.relay.wire.control import Message
 log = logging.getLogger(__name__)
 
 LOG_LINES = 200
+DRAIN_S = 3.0
+"""How long trunks are waited for when the node stops."""
 T = TypeVar("T")
 Listener = Callable[[NodeSnapshot], None]
 
@@ -210,9 +212,19 @@ class Node:
             for each in (stopping, *others):
                 each.cancel()
             await asyncio.gather(stopping, *others, return_exceptions=True)
+            await self._drain()
             await self._drop_uplinks()
             engine.cancel()  # last: the sessions that just ended were served by it
             await asyncio.gather(engine, return_exceptions=True)
+
+    async def _drain(self) -> None:
+        """Let trunks have the answers they wait for, and go elsewhere with the next question."""
+        client = self._client
+        if client is None or not self._uplinks or not isinstance(self._holding, ExpertHolding):
+            return
+        with contextlib.suppress(KvasirError, OSError):  # a timeout is one too
+            async with asyncio.timeout(DRAIN_S + 1):
+                await client.call("drain", timeout_s=DRAIN_S)
 
     async def _participate(self) -> None:
         """Walk the claim path for ever; a failure is shown, then the walk begins again."""

@@ -171,7 +171,17 @@ class GatewayService:
             return backend
         trunk = TrunkBackend(BackendInfo(model.id, model.name, None, model.shape.context_length))
         engine, wire = self._config.engine, self._config.gateway.dispatch_wire
-        trunks[model.id] = Trunk(f"trunk{number}", model, trunk, self._make_engine, engine, wire)
+        trunks[model.id] = Trunk(
+            f"trunk{number}",
+            model,
+            trunk,
+            self._make_engine,
+            engine,
+            wire,
+            self._config.gateway.dispatch_policy(),
+            self._paths.state / "evidence",
+            self._config.gateway.dispatch_dtype,
+        )
         return trunk
 
     async def _open_port(self, socket: Path) -> None:

@@ -113,8 +113,33 @@ class GatewayConfig:
     settlement_poll_s: float = 30.0
     service_token_file: str = ""
     """File with the machine-to-machine token; made on first start when empty."""
-    dispatch_wire: str = "v2"
-    """Wire asked of workers that speak it: ``v2`` (f32, exact), ``v2f16`` or ``v1``."""
+    max_requests: int = 8
+    """Requests of one model that run at once; as many as ``max_waiting`` more wait for their turn."""
+    max_waiting: int = 16
+    dispatch_wire: str = "v3"
+    """Wire asked of workers that speak it: ``v3``, ``v2`` (f32, exact), ``v2f16`` or ``v1``."""
+    dispatch_dtype: str = "f32"
+    """What ``v3`` writes hidden states in: ``f32`` (exact), ``f16``, ``bf16`` or ``int8`` (a quarter of the bytes)."""
+    dispatch: str = "always"
+    """When experts are computed by workers: ``always`` (whenever one holds them) or ``elastic`` (under load only)."""
+    dispatch_busy_streams: int = 4
+    """So many streams at once are load."""
+    dispatch_hot_experts: int = 0
+    """So many of a layer's most wanted experts are always computed here."""
+    dispatch_trial_pairs: int = 32
+    """Pairs of a new worker that are all computed here too, before it is trusted and paid."""
+    dispatch_check_share: float = 0.01
+    """Part of a trusted worker's pairs that are computed a second time."""
+
+    def dispatch_policy(self) -> dict[str, Any]:
+        """The ``dispatch_*`` settings as an engine's ``load`` takes them."""
+        return {
+            "dispatch": self.dispatch,
+            "busy_streams": self.dispatch_busy_streams,
+            "hot_experts": self.dispatch_hot_experts,
+            "trial_pairs": self.dispatch_trial_pairs,
+            "check_share": self.dispatch_check_share,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,7 +292,9 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "node.serve": ("auto", "experts", "ring", "nothing"),
     "wallet.commitment": ("processed", "confirmed", "finalized"),
     "wallet.kdf": ("interactive", "moderate", "sensitive"),
-    "gateway.dispatch_wire": ("v1", "v2", "v2f16"),
+    "gateway.dispatch_wire": ("v1", "v2", "v2f16", "v3"),
+    "gateway.dispatch_dtype": ("f32", "f16", "bf16", "int8"),
+    "gateway.dispatch": ("always", "elastic"),
 }
 # Least and most; a number without an entry must not be negative.
 _BOUNDS: dict[str, tuple[float, float]] = {
@@ -279,7 +306,11 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "node.retry_s": (0.1, 3600),
     "engine.dispatch_timeout_s": (0.01, 3600),
     "wallet.priority_micro_lamports": (0, 50_000_000),
+    "gateway.dispatch_busy_streams": (1, 65535),
+    "gateway.dispatch_check_share": (0, 1),
     "gateway.port": (0, 65535),
+    "gateway.max_requests": (1, 65535),
+    "gateway.max_waiting": (0, 65535),
     "gateway.settlement_poll_s": (0.1, 3600),
 }
 _SECTIONS: dict[str, Any] = {

@@ -3,7 +3,8 @@
 ``python -m kvasir_console.bench.delay --seed 7`` reads one JSON object a line from standard input, answers each with
 one line, and ends with its input. ``links.py`` is the other end. Requests name what to do and a link:
 
-* ``open``: listen on a loopback port and forward to ``to`` (a port); takes the fields of ``Shape``. Answers ``port``.
+* ``open``: listen on ``host`` and ``port`` of loopback (127.0.0.1 and a free one) and forward to ``to`` (a port of
+  127.0.0.1); takes the fields of ``Shape``. Answers ``port``.
 * ``set``: change fields of a link's ``Shape``; bytes under way keep their times.
 * ``stall``: hold everything for ``for_s`` (``null``: until ``resume``), as a half-open path does. Nothing is lost.
 * ``resume``: end a stall.
@@ -20,6 +21,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import ctypes
+import ipaddress
 import json
 import random
 import select
@@ -81,7 +83,7 @@ class Shape:
 class Link:
     """One listening port, its connections and its shape."""
 
-    def __init__(self, name: str, to: int, shape: Shape, seed: int) -> None:
+    def __init__(self, name: str, to: int, shape: Shape, seed: int, host: str, port: int) -> None:
         self.name = name
         self.shape = shape
         self.bytes = [0, 0]
@@ -99,7 +101,7 @@ class Link:
         self._stall_timer: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._listener = socket.create_server(("127.0.0.1", 0), backlog=512)
+        self._listener = socket.create_server((host, port), backlog=512)
         self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]
         self._loop.add_reader(self._listener, self._accept)
@@ -385,7 +387,10 @@ class Control:
         if verb == "open":
             if name in self._links:
                 raise ValueError(f"link {name} is open already")
-            link = self._links[name] = Link(name, int(request["to"]), Shape(**asked), self._seed)
+            host, port = str(request.get("host", "127.0.0.1")), int(request.get("port", 0))
+            if not ipaddress.ip_address(host).is_loopback:
+                raise ValueError(f"{host} is no address of loopback")
+            link = self._links[name] = Link(name, int(request["to"]), Shape(**asked), self._seed, host, port)
             return {"port": link.port}
         link = self._links[name]
         if verb == "set":

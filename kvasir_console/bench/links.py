@@ -7,11 +7,9 @@ async with Links(seed=7) as links:
 
 from __future__ import annotations
 
-import asyncio
-import json
-import os
-import sys
-from typing import Any, Self
+from typing import Self
+
+from kvasir_console.bench.lines import LineChild
 
 __all__ = ["Links"]
 
@@ -23,70 +21,39 @@ class Links:
     """
 
     def __init__(self, seed: int = 0) -> None:
-        self._seed = seed
-        self._process: asyncio.subprocess.Process | None = None
-        self._lock = asyncio.Lock()
-        self._asked = 0
+        self._proxy = LineChild("kvasir_console.bench.delay", "--seed", str(seed))
 
     async def __aenter__(self) -> Self:
-        self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "kvasir_console.child", str(os.getpid()), "kvasir_console.bench.delay"),
-            *("--seed", str(self._seed)),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            limit=2**20,
-        )
+        await self._proxy.__aenter__()
         return self
 
-    async def __aexit__(self, *_: object) -> None:
-        process, stdin, _stdout = self._child()
-        stdin.close()
-        await process.wait()
+    async def __aexit__(self, *details: object) -> None:
+        await self._proxy.__aexit__(*details)
 
     @property
     def pid(self) -> int:
-        return self._child()[0].pid
+        return self._proxy.pid
 
-    async def open(self, link: str, to: int, **shape: float | None) -> int:
-        """Forward a new loopback port to port ``to``, shaped by the fields of ``delay.Shape``; returns the port."""
-        return int((await self._ask("open", link=link, to=to, **shape))["port"])
+    async def open(self, link: str, to: int, *, host: str = "127.0.0.1", port: int = 0, **shape: float | None) -> int:
+        """Forward a loopback port (0: a free one) to port ``to``, shaped by the fields of ``delay.Shape``; the port."""
+        return int((await self._proxy.ask("open", link=link, to=to, host=host, port=port, **shape))["port"])
 
     async def set(self, link: str, **shape: float | None) -> None:
-        await self._ask("set", link=link, **shape)
+        await self._proxy.ask("set", link=link, **shape)
 
     async def stall(self, link: str, for_s: float | None = None) -> None:
-        await self._ask("stall", link=link, for_s=for_s)
+        await self._proxy.ask("stall", link=link, for_s=for_s)
 
     async def resume(self, link: str) -> None:
-        await self._ask("resume", link=link)
+        await self._proxy.ask("resume", link=link)
 
     async def cut(self, link: str, *, direction: str | None = None, after_bytes: int = 0) -> None:
-        await self._ask("cut", link=link, direction=direction, after_bytes=after_bytes)
+        await self._proxy.ask("cut", link=link, direction=direction, after_bytes=after_bytes)
 
     async def down(self, link: str, on: bool = True) -> None:
-        await self._ask("down", link=link, on=on)
+        await self._proxy.ask("down", link=link, on=on)
 
     async def stats(self) -> dict[str, dict[str, int]]:
         """By link: ``up_bytes``, ``down_bytes``, ``connections``, ``accepted``, ``cuts``, ``stalls``."""
-        links: dict[str, dict[str, int]] = (await self._ask("stats"))["links"]
+        links: dict[str, dict[str, int]] = (await self._proxy.ask("stats"))["links"]
         return links
-
-    async def _ask(self, verb: str, **fields: Any) -> dict[str, Any]:
-        _process, stdin, stdout = self._child()
-        async with self._lock:
-            self._asked += 1
-            stdin.write(json.dumps({"id": self._asked, "do": verb, **fields}).encode() + b"\n")
-            await stdin.drain()
-            line = await stdout.readline()
-        if not line:
-            raise RuntimeError("the delay proxy is gone")
-        answer: dict[str, Any] = json.loads(line)
-        if not answer.get("ok"):
-            raise RuntimeError(f"the delay proxy refused {verb}: {answer.get('error')}")
-        return answer
-
-    def _child(self) -> tuple[asyncio.subprocess.Process, asyncio.StreamWriter, asyncio.StreamReader]:
-        process = self._process
-        if process is None or process.stdin is None or process.stdout is None:
-            raise RuntimeError("the delay proxy runs within its block only")
-        return process, process.stdin, process.stdout

@@ -16,11 +16,9 @@ from kvasir_console.node.placement.plan import Plan, PlannedStage, verify_plan
 from kvasir_console.node.shards import fetch_expert_shard, fetch_stage
 from kvasir_console.node.snapshot import SliceView
 from kvasir_console.relay.uplink import STAR_EDGE, expert_url, ring_url
-from kvasir_console.relay.wire.preamble import Kind, Preamble, Wire
+from kvasir_console.relay.wire.preamble import WIRE_NAMES, Kind, Preamble, wires_named
 
 Progress = Callable[[int, int | None], None]
-WIRES = ("v1", "v2", "v2f16")
-"""Dispatch wires this node's engine speaks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +31,9 @@ class RelaySession:
 
 
 class Holding(Protocol):
+    file: Path | None
+    """The verified slice, once it was fetched."""
+
     def describe(self) -> str: ...
     def view(self) -> SliceView: ...
     async def fetch(
@@ -102,7 +103,7 @@ class ExpertHolding:
             "n_layer": a.n_layer,
             "n_expert": a.n_expert,
             "url": f"relay:{session_name(self.worker_id)}",
-            "wires": list(WIRES),
+            "wires": list(WIRE_NAMES),
         }
 
     def sessions(self, gateway: str) -> list[RelaySession]:
@@ -116,7 +117,7 @@ class ExpertHolding:
             layer=a.layer,
             begin=a.begin,
             end=a.end,
-            wires=Wire.V1 | Wire.V2 | Wire.V2F16,
+            wires=wires_named(WIRE_NAMES),
         )
         return [RelaySession(name, expert_url(gateway, name), preamble)]
 

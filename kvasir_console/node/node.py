@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 import psutil
@@ -47,6 +48,8 @@ from kvasir_console.relay.wire.control import Message
 log = logging.getLogger(__name__)
 
 LOG_LINES = 200
+DRAIN_S = 3.0
+"""How long trunks are waited for when the node stops."""
 T = TypeVar("T")
 Listener = Callable[[NodeSnapshot], None]
 
@@ -78,6 +81,8 @@ class Node:
         self._engine_changed = asyncio.Event()
         self._state = phase.initial(time.time())
         self._holding: Holding | None = None
+        self._verified: tuple[int, ...] | None = None
+        """Identity of the slice's file when it was verified."""
         self._uplinks: dict[Uplink, asyncio.Task[None]] = {}
         self._waiting: dict[Uplink, asyncio.Task[None]] = {}
         """A ring stage's sessions for workers (``star``): it serves whether or not any worker came."""
@@ -207,9 +212,19 @@ class Node:
             for each in (stopping, *others):
                 each.cancel()
             await asyncio.gather(stopping, *others, return_exceptions=True)
+            await self._drain()
             await self._drop_uplinks()
             engine.cancel()  # last: the sessions that just ended were served by it
             await asyncio.gather(engine, return_exceptions=True)
+
+    async def _drain(self) -> None:
+        """Let trunks have the answers they wait for, and go elsewhere with the next question."""
+        client = self._client
+        if client is None or not self._uplinks or not isinstance(self._holding, ExpertHolding):
+            return
+        with contextlib.suppress(KvasirError, OSError):  # a timeout is one too
+            async with asyncio.timeout(DRAIN_S + 1):
+                await client.call("drain", timeout_s=DRAIN_S)
 
     async def _participate(self) -> None:
         """Walk the claim path for ever; a failure is shown, then the walk begins again."""
@@ -225,7 +240,8 @@ class Node:
                 else:
                     self._enter(Phase.FAILED, error.message, error.hint or f"It is tried again in {self._retry_text}.")
                 await self._drop_uplinks()
-                await self._pause(self._config.node.retry_s)
+                if error.code != "engine_restarted":  # it is on its way up: be ready for it
+                    await self._pause(self._config.node.retry_s)
 
     @property
     def _retry_text(self) -> str:
@@ -277,6 +293,8 @@ class Node:
         return await self._market.volunteer(token, model=node.model, max_experts=min(node.max_experts, 64))
 
     async def _fetch(self, holding: Holding) -> None:
+        if holding.file is not None and self._verified == _identity(holding.file):
+            return  # the very file that was verified: only its engine was lost
         self._enter(Phase.DOWNLOADING, f"Fetching {holding.describe()}.")
         budget = hardware.budget_bytes(hardware.probe(self._config.engine.device), self._config.node.memory_budget_mib)
         try:
@@ -288,6 +306,8 @@ class Node:
         except KvasirError:
             self._holding = None  # another slice may do better than the same one again
             raise
+        else:
+            self._verified = None if holding.file is None else _identity(holding.file)
         finally:
             self._download = None
 
@@ -498,6 +518,15 @@ class Node:
             async with asyncio.timeout(seconds):
                 await self._wake.wait()
         self._wake.clear()
+
+
+def _identity(file: Path) -> tuple[int, ...] | None:
+    """Changes whenever the file's content may have."""
+    try:
+        status = file.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def _relay_view(state: UplinkState, now_s: float) -> RelayView:

@@ -8,6 +8,7 @@ import signal
 import struct
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -38,9 +39,13 @@ def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 async def trunk(moe: Path, tmp_path: Path) -> AsyncIterator[EngineProcess]:
     async with engine(tmp_path / "trunk", "trunk") as process:
-        fields = {"path": str(moe), "model": "tiny", "role": "stage", "layers": [0, N_LAYER]}
-        await process.client.load(**fields, dispatch_timeout_s=30.0)
+        await load(process, moe)
         yield process
+
+
+async def load(process: EngineProcess, moe: Path, **policy: Any) -> None:
+    fields = {"path": str(moe), "model": "tiny", "role": "stage", "layers": [0, N_LAYER]}
+    await process.client.load(**fields, dispatch_timeout_s=30.0, dispatch_policy={"seed": 11, **policy})
 
 
 async def worker(process: EngineProcess, moe: Path, layer: int, begin: int, end: int) -> None:
@@ -103,7 +108,10 @@ async def test_dispatched_experts_give_the_local_tokens_and_every_pair_is_counte
     assert sum(each["pairs"] for each in coverage.values()) == remote.pairs_remote
     assert [each["pairs"] for each in served] == [coverage[name]["pairs"] for name in ("expert-a", "expert-b")]
     for each in coverage.values():
-        assert each["paid_bytes"] == 2 * N_EMBD * each["rows"] + 10 * each["pairs"]
+        assert each["checked_pairs"] > 0
+        # The pay of a slice's first pairs is held until enough of them were found right.
+        assert each["paid_bytes"] + each["held_bytes"] == 2 * N_EMBD * each["rows"] + 10 * each["pairs"]
+        assert bool(each["paid_bytes"]) == each["proven"] == (each["held_bytes"] == 0)
 
 
 def shift_ids(data: bytes) -> bytes:
@@ -116,6 +124,7 @@ def shift_ids(data: bytes) -> bytes:
 
 
 async def test_ids_shifted_on_the_wire_are_seen(trunk: EngineProcess, moe: Path, tmp_path: Path) -> None:
+    await load(trunk, moe, trial_pairs=0, check_share=0.0)
     local = await complete(trunk.client, LOCAL)
     async with engine(tmp_path / "a", "a") as one:
         await worker(one, moe, 0, 0, 2)
@@ -130,6 +139,7 @@ async def test_ids_shifted_on_the_wire_are_seen(trunk: EngineProcess, moe: Path,
 
 async def test_swapped_experts_are_seen(trunk: EngineProcess, moe: Path, tmp_path: Path) -> None:
     """A worker that serves experts 2 and 3 under the name of 0 and 1."""
+    await load(trunk, moe, trial_pairs=0, check_share=0.0)
     local = await complete(trunk.client, LOCAL)
     async with engine(tmp_path / "a", "a") as one:
         await worker(one, moe, 0, 2, 4)
@@ -177,6 +187,7 @@ async def test_a_worker_killed_with_work_in_flight_changes_no_token(
             await until(in_flight)
             os.kill(one.pid, signal.SIGKILL)
             done = await running
+            await connected(trunk, 0)
             (coverage,) = await trunk.client.coverage()
     assert pairs_before > 0
     assert done.failovers > 0
@@ -190,6 +201,7 @@ async def test_a_worker_killed_with_work_in_flight_changes_no_token(
 
 
 async def test_a_replica_takes_over_what_a_dead_worker_held(trunk: EngineProcess, moe: Path, tmp_path: Path) -> None:
+    await load(trunk, moe, trial_pairs=0)
     local = await complete(trunk.client, LOCAL)
     async with engine(tmp_path / "a", "a") as one, engine(tmp_path / "b", "b") as two:
         await worker(one, moe, 0, 0, 4)

@@ -15,6 +15,7 @@ import struct
 from kvasir_console.engine.checkpoint.gguf import Checkpoint, TensorInfo
 from kvasir_console.engine.checkpoint.shape import refuse, stage_window
 from kvasir_console.engine.checkpoint.shard_info import is_expert_shard
+from kvasir_console.engine.checkpoint.window import expert_ranges
 
 MODEL_DIGEST_KEY = "kvasir.model_digest"
 _SAMPLE_BYTES = 2**20
@@ -71,6 +72,18 @@ def shard_digest(checkpoint: Checkpoint) -> bytes:
     digest = hashlib.sha256()
     for tensor in sorted(checkpoint.tensors.values(), key=lambda tensor: tensor.name.encode()):
         digest.update(tensor.name.encode() + b"\0" + tensor_digest(checkpoint, tensor))
+    return digest.digest()
+
+
+def slice_digest(checkpoint: Checkpoint, layer: int, begin: int, end: int) -> bytes:
+    """``shard_digest`` of the shard with the experts ``[begin, end)`` of ``layer``, without cutting it.
+
+    Raises:
+        ModelError: the file does not hold these experts.
+    """
+    digest = hashlib.sha256()
+    for tensor, first, last in sorted(expert_ranges(checkpoint, layer, begin, end), key=lambda part: part[0].name):
+        digest.update(tensor.name.encode() + b"\0" + tensor_digest(checkpoint, tensor, first, last))
     return digest.digest()
 
 

@@ -135,6 +135,8 @@ class EngineClient:
         self._ids = itertools.count(1)
         self._waiting: dict[int, asyncio.Queue[Message | None]] = {}
         self._closed = False
+        self.on_event: Callable[[Message], None] | None = None
+        """Told of events that answer no request (``quarantined``)."""
         self._task = asyncio.create_task(self._read(), name="engine-client")
 
     @classmethod
@@ -260,6 +262,8 @@ class EngineClient:
                 queue = self._waiting.get(message.get("id", 0))
                 if queue is not None:
                     queue.put_nowait(message)
+                elif self.on_event is not None and "event" in message and not message.get("id"):
+                    self.on_event(message)
         except (OSError, EOFError, KvasirError):
             pass  # the stream ended; whoever still waits is told by the None below
         finally:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
+import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from kvasir_console.engine.chat import ChatTemplate
-from kvasir_console.engine.checkpoint.digest import model_digest
+from kvasir_console.engine.checkpoint.digest import model_digest, slice_digest
 from kvasir_console.engine.checkpoint.gguf import Checkpoint
 from kvasir_console.engine.checkpoint.shape import ModelShape
 from kvasir_console.engine.choice import choose
@@ -25,15 +28,21 @@ from kvasir_console.engine.process.local import LocalPipeline
 from kvasir_console.engine.process.pipeline import Pipeline
 from kvasir_console.engine.process.ring import RingConfig, RingNode
 from kvasir_console.engine.process.ring_pipeline import RingPipeline
+from kvasir_console.engine.process.roster import Policy
 from kvasir_console.engine.process.router import Router
 from kvasir_console.engine.process.scheduler import MAX_QUEUE, Scheduler
+from kvasir_console.engine.process.served import ServedSlice
+from kvasir_console.engine.process.worker import UNKNOWN_DIGEST, DigestOf, Slice
 from kvasir_console.engine.stage import Stage
 from kvasir_console.engine.tokens import Tokenizer
-from kvasir_console.errors import EngineError, ModelError
+from kvasir_console.errors import EngineError, KvasirError, ModelError
 from kvasir_console.paths import Paths
 from kvasir_console.relay.wire.preamble import Wire
+from kvasir_console.relay.wire.values import Dtype
 
+log = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]
+Announce = Callable[[dict[str, Any]], None]
 CONTEXT_CAP = 8192
 """A request never takes more positions than this unless the owner's configuration says so."""
 
@@ -58,7 +67,7 @@ class Loaded:
 
     info: dict[str, Any]
     stage: Stage | None = None
-    bank: ExpertBank | None = None
+    banks: tuple[ExpertBank, ...] = ()
     router: Router | None = None
     ring: RingNode | None = None
     generator: Generator | None = None
@@ -81,52 +90,81 @@ class Loaded:
     @property
     def tensor_bytes(self) -> int:
         """Bytes of weights held now, each storage counted once."""
-        held = self.stage or self.bank
-        return 0 if held is None else held.tensor_bytes
+        if self.stage is not None:
+            return self.stage.tensor_bytes
+        return sum(bank.tensor_bytes for bank in self.banks)
 
 
 async def load(
-    fields: dict[str, Any], compute: Compute, runtime: Path, options: ComputeOptions, progress: Progress
+    fields: dict[str, Any],
+    compute: Compute,
+    runtime: Path,
+    options: ComputeOptions,
+    progress: Progress,
+    announce: Announce = lambda _: None,
 ) -> Loaded:
-    """Carry out a ``load`` verb. Raises ``ModelError`` for a bad file, ``EngineError`` for a bad request."""
+    """Carry out a ``load`` verb; ``announce`` takes events that answer no request.
+
+    Raises ``ModelError`` for a bad file, ``EngineError`` for a bad request.
+    """
     try:
-        path, role = Path(fields["path"]), str(fields["role"])
+        role = str(fields["role"])
         if role == "experts":
-            return await _load_experts(path, fields, compute, options)
+            return await _load_experts(fields, compute, options)
         if role == "stage":
-            return await _load_stage(path, fields, compute, runtime, options, progress)
+            return await _load_stage(Path(fields["path"]), fields, compute, runtime, options, progress, announce)
     except (KeyError, TypeError, ValueError) as error:
         raise EngineError("bad_load_request", f"The load request is incomplete or malformed: {error!r}.") from error
     raise EngineError("unknown_role", f"An engine loads 'stage' or 'experts', not {role!r}.")
 
 
-async def _load_experts(path: Path, fields: dict[str, Any], compute: Compute, options: ComputeOptions) -> Loaded:
-    layer, (begin, end) = int(fields["layer"]), fields["experts"]
+async def _load_experts(fields: dict[str, Any], compute: Compute, options: ComputeOptions) -> Loaded:
+    """Slices of one model, one a layer: ``path``, ``layer`` and ``experts``, or several of these in ``slices``."""
     started = time.monotonic()
+    forms = options.forms()
 
-    def read() -> tuple[ExpertBank, dict[str, Any]]:
+    def read(path: Path, layer: int, begin: int, end: int) -> tuple[ServedSlice, dict[str, Any]]:
         with Checkpoint.open(path) as checkpoint:
-            bank = ExpertBank.load(
-                checkpoint, layer, int(begin), int(end), forms=options.forms(), device=options.device
-            )
-            return bank, _common(checkpoint, fields)
+            bank = ExpertBank.load(checkpoint, layer, begin, end, forms=forms, device=options.device)
+            return ServedSlice(bank, slice_digest(checkpoint, layer, begin, end)), _common(checkpoint, fields)
 
-    bank, info = await compute.run(read)
-    info |= {
-        "n_embd": bank.n_embd,
-        "n_ff": bank.n_ff,
-        "layer": bank.layer,
-        "experts": [bank.begin, bank.end],
+    slices: list[ServedSlice] = []
+    infos: list[dict[str, Any]] = []
+    for each in fields.get("slices") or [fields]:
+        begin, end = (int(expert) for expert in each["experts"])
+        path, layer = Path(each["path"]), int(each["layer"])
+        served, info = await compute.run(functools.partial(read, path, layer, begin, end))
+        slices.append(served)
+        infos.append(info)
+    banks = tuple(each.bank for each in slices)
+    digests = {info["model_digest"] for info in infos}
+    if len(digests) > 1 or len({bank.layer for bank in banks}) < len(banks):
+        raise EngineError("slices_do_not_fit", "An engine serves slices of one model, at most one of each layer.")
+    first = banks[0]
+    info = infos[0] | {
+        "n_embd": first.n_embd,
+        "n_ff": first.n_ff,
+        "layer": first.layer,
+        "experts": [first.begin, first.end],
+        "slices": [[bank.layer, bank.begin, bank.end] for bank in banks],
+        "shard_digests": [each.digest.hex() for each in slices],
         "layers": None,
-        "tensor_bytes": bank.tensor_bytes,
-        "tensor_count": 3,
+        "tensor_bytes": sum(bank.tensor_bytes for bank in banks),
+        "tensor_count": 3 * len(banks),
         "load_s": time.monotonic() - started,
     }
-    return Loaded(info=info, bank=bank, experts=ExpertServer(bank, compute))
+    experts = ExpertServer(slices, compute, model_digest=bytes.fromhex(info["model_digest"]))
+    return Loaded(info=info, banks=banks, experts=experts)
 
 
 async def _load_stage(
-    path: Path, fields: dict[str, Any], compute: Compute, runtime: Path, options: ComputeOptions, progress: Progress
+    path: Path,
+    fields: dict[str, Any],
+    compute: Compute,
+    runtime: Path,
+    options: ComputeOptions,
+    progress: Progress,
+    announce: Announce,
 ) -> Loaded:
     begin, end = (int(layer) for layer in fields["layers"])
     started = time.monotonic()
@@ -171,8 +209,13 @@ async def _load_stage(
         loaded.router = Router(
             stage,
             digest,
-            wire=Wire[str(fields.get("dispatch_wire", "v2")).upper()],
+            wire=Wire[str(fields.get("dispatch_wire", "v3")).upper()],
+            dtype=Dtype[str(fields.get("dispatch_dtype", "f32")).upper()],
+            digest_of=_digests_of(path),
             timeout_s=float(fields.get("dispatch_timeout_s", 10.0)),
+            policy=Policy.parse(fields.get("dispatch_policy") or {}),
+            evidence_directory=Path(fields.get("evidence_directory") or runtime / "evidence"),
+            on_quarantine=lambda facts: announce({"event": "quarantined", **facts}),
         )
     if ring:
         loaded.ring = RingNode(RingConfig(**ring), stage, digest, compute, budget, loaded.router)
@@ -191,6 +234,26 @@ async def _load_stage(
             scheduler, tokenizer, template, context_length=context_length, trace_directory=runtime
         )
     return loaded
+
+
+def _digests_of(path: Path) -> DigestOf:
+    """Shard digests of slices of the model at ``path``, each computed once, off the loop."""
+    known: dict[Slice, bytes] = {}
+
+    def read(held: Slice) -> bytes:
+        try:
+            with Checkpoint.open(path) as checkpoint:
+                return slice_digest(checkpoint, held.layer, held.begin, held.end)
+        except (OSError, KvasirError) as error:
+            log.warning("the digest of layer %d experts [%d, %d) is not known: %s", *astuple(held), error)
+            return UNKNOWN_DIGEST
+
+    async def digest_of(held: Slice) -> bytes:
+        if held not in known:
+            known[held] = await asyncio.to_thread(read, held)
+        return known[held]
+
+    return digest_of
 
 
 def _common(checkpoint: Checkpoint, fields: dict[str, Any]) -> dict[str, Any]:

@@ -81,8 +81,10 @@ class LocalPipeline:
     def draft_limit(self, params: SequenceParams) -> int:
         return self._max_draft if params.trace is None else 0
 
-    def network_bound(self, params: SequenceParams) -> bool:
-        return params.experts == "network" and self._router is not None and self._router.live
+    def network_bound(self, params: SequenceParams) -> bool:  # noqa: ARG002 - the seam has it
+        """Never: a drafted row that is wrong costs its pay, a step without drafts costs a round trip for each token.
+        Steps are measured with their round trips, so drafts get longer where those are long."""
+        return False
 
     async def open(self, params: SequenceParams) -> LocalSequence:
         n_bytes = self._stage.cache_bytes(params.capacity)
@@ -161,6 +163,8 @@ class LocalPipeline:
         tally = StepTally(
             [feed.sequence.params.experts == "network" for feed in feeds for _ in range(len(feed.tokens))]
         )
+        if self._router is not None:
+            self._router.observe(len(feeds))
         if self._router is not None and self._router.live and tally.network.any():
             hidden = self._stage.forward(hidden, spans, self._router.expert_compute(tally))
         else:

@@ -12,8 +12,7 @@ from pathlib import Path
 from kvasir_console.engine.process.router import Router
 from kvasir_console.engine.process.verbs import ENTRY_VERBS, Engine, VerbSession
 from kvasir_console.paths import check_socket_path
-from kvasir_console.relay.wire.preamble import SIZE as PREAMBLE_BYTES
-from kvasir_console.relay.wire.preamble import Kind, Preamble, PreambleError
+from kvasir_console.relay.wire.preamble import Kind, Preamble, PreambleError, read_preamble
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +71,7 @@ class EngineServer:
     async def _serve_data(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             async with asyncio.timeout(PREAMBLE_TIMEOUT_S):
-                preamble = Preamble.decode(await reader.readexactly(PREAMBLE_BYTES))
+                preamble = await read_preamble(reader)
             await self._route(preamble, reader, writer)
         except (PreambleError, TimeoutError, ValueError) as error:
             log.warning("a data connection is refused: %s", error)
@@ -86,7 +85,7 @@ class EngineServer:
         elif preamble.kind is Kind.ROUTER and loaded.router is not None:
             await _serve_worker(loaded.router, reader, writer)
         elif preamble.kind is Kind.EXPERTS and loaded.experts is not None:
-            await loaded.experts.serve(reader, writer)
+            await loaded.experts.serve(preamble, reader, writer)
         elif preamble.kind is Kind.RING_NEXT and loaded.ring is not None:
             await loaded.ring.serve_next(reader, writer)
         elif preamble.kind is Kind.RING_PREV and loaded.ring is not None:
@@ -99,7 +98,7 @@ class EngineServer:
 
 async def _serve_worker(router: Router, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """Wait until the hub joins a worker to this session, which it says first. Raises ``ValueError``."""
-    worker = Preamble.decode(await reader.readexactly(PREAMBLE_BYTES))
+    worker = await read_preamble(reader)
     if worker.kind is not Kind.DISPATCH:
         raise PreambleError(f"a worker's session began as {worker.kind.name}")
     await router.serve(worker, reader, writer)

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ Message = dict[str, Any]
 ENTRY_VERBS = frozenset({"generate", "cancel", "count_tokens", "info"})
 """All that a gateway may ask of a node's engine: it can never load, inspect or stop anything there."""
 RATE_WINDOW_S = 10.0
+DRAIN_TIMEOUT_S = 10.0
 
 
 class Engine:
@@ -45,6 +47,8 @@ class Engine:
         self.active = 0
         self.idle = asyncio.Event()
         self.idle.set()
+        self.listeners: set[Callable[[Message], None]] = set()
+        """Owners' control streams: they hear events that answer no request."""
         self.tokens_total = 0
         self._recent: deque[float] = deque(maxlen=4096)
         self._loading = asyncio.Lock()
@@ -57,10 +61,14 @@ class Engine:
             if previous is not None:
                 await previous.close()
             del previous  # its weights are freed before the next ones are read: never two models at once
-            self.loaded = await load(fields, self.compute, self.runtime, self.options, progress)
+            self.loaded = await load(fields, self.compute, self.runtime, self.options, progress, self.announce)
             if self.loaded.ring is not None:
                 self.loaded.ring.on_retired = self.exiting.set
             return self.loaded.info
+
+    def announce(self, event: Message) -> None:
+        for listener in list(self.listeners):
+            listener(event)
 
     def require(self) -> Loaded:
         if self.loaded is None:
@@ -85,6 +93,7 @@ class Engine:
             "rows_total": 0 if loaded is None else loaded.rows,
             "tokens_per_s": recent / RATE_WINDOW_S,
             "served": None if loaded is None or loaded.experts is None else loaded.experts.stats(),
+            "router": None if loaded is None or loaded.router is None else loaded.router.stats(),
             "ring": None if loaded is None or loaded.ring is None else loaded.ring.stats(),
             "serving": None if loaded is None or loaded.generator is None else loaded.generator.scheduler.stats(),
         }
@@ -139,6 +148,8 @@ class VerbSession:
 
     async def run(self) -> None:
         """Serve until the peer leaves; its running generations are cancelled with it."""
+        if self._allowed is None:
+            self._engine.listeners.add(self._hear)
         try:
             while True:
                 message = await control.read_message(self._reader)
@@ -152,8 +163,14 @@ class VerbSession:
         except KvasirError as error:
             log.warning("a control stream is closed: %s", error)
         finally:
+            self._engine.listeners.discard(self._hear)
             for task in self._tasks:
                 task.cancel()
+
+    def _hear(self, event: Message) -> None:
+        task = asyncio.create_task(self._send({"id": 0, **event}))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _answer(self, message: Message) -> None:
         verb = str(message.get("verb"))
@@ -264,7 +281,10 @@ class VerbSession:
 
     async def _quarantine(self, message: Message) -> None:
         router = self._engine.require().router
-        found = router is not None and router.quarantine(str(message.get("session")))
+        wallet = message.get("wallet")
+        found = router is not None and router.quarantine(
+            str(message.get("session")), None if wallet is None else str(wallet)
+        )
         await self._send(control.reply(message, quarantined=found))
 
     async def _replan(self, message: Message) -> None:
@@ -291,9 +311,14 @@ class VerbSession:
             await self._send(control.reply(message, warm_s=0.0))
 
     async def _drain(self, message: Message) -> None:
+        """Take no new work, and finish what there is: requests of clients, and answers that trunks wait for."""
         self._engine.draining = True
         await self._engine.idle.wait()
-        await self._send(control.reply(message))
+        loaded = self._engine.loaded
+        drained = True
+        if loaded is not None and loaded.experts is not None:
+            drained = await loaded.experts.drain(float(message.get("timeout_s", DRAIN_TIMEOUT_S)))
+        await self._send(control.reply(message, drained=drained))
 
     async def _exit(self, message: Message) -> None:
         await self._send(control.reply(message))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -9,13 +10,14 @@ from typing import Protocol
 
 from kvasir_console.errors import WalletError
 from kvasir_console.node.gateway.census import Census
+from kvasir_console.node.gateway.coverage import Window
 from kvasir_console.node.gateway.identity import Identity
 from kvasir_console.node.gateway.plans import PlannedRing
 from kvasir_console.relay.authority import Admission, Refused
 from kvasir_console.relay.closing import CloseCode
 from kvasir_console.relay.hub import EXPERT_PATH
 from kvasir_console.relay.uplink import MAX_WAITING, STAR_EDGE
-from kvasir_console.relay.wire.preamble import Kind, Preamble
+from kvasir_console.relay.wire.preamble import Kind, Preamble, Wire
 
 
 class Trunks(Protocol):
@@ -30,6 +32,10 @@ class Sessions(Protocol):
     """Learns which worker a session belongs to, for as long as its work is counted."""
 
     def admitted(self, session: str, wallet: str, worker_id: str, model: str, platform: Mapping[str, str]) -> None: ...
+
+    def quarantined(self, wallet: str, worker_id: str) -> bool:
+        """Whether a worker was caught with a wrong answer. Blocks."""
+        ...
 
 
 class HubAuthority:
@@ -63,19 +69,27 @@ class HubAuthority:
         except WalletError as error:
             raise Refused(CloseCode.UNAUTHORISED, error.code.replace("_", " ")) from error
         if path == EXPERT_PATH:
-            return self._expert(wallet, query.get("session", ""))
+            return await self._expert(wallet, query.get("session", ""))
         return self._ring(wallet, query)
 
-    def _expert(self, wallet: str, session: str) -> Admission:
+    async def _expert(self, wallet: str, session: str) -> Admission:
         worker = self._census.session(session, self._clock())
         if worker is None:
             raise Refused(CloseCode.UNKNOWN_SESSION, "report coverage before dialling")
         if worker.wallet != wallet:
             raise Refused(CloseCode.FORBIDDEN, "the session belongs to another wallet")
+        if await asyncio.to_thread(self._sessions.quarantined, wallet, worker.worker_id):
+            raise Refused(CloseCode.FORBIDDEN, "this worker is quarantined: it answered wrongly")
         socket, ring = self._trunks.data_socket(worker.model), self._rings.get(worker.model)
         if (socket is None and ring is None) or not self._census.wired(worker):
             raise Refused(CloseCode.UPSTREAM, "no engine dispatches to this window now")
-        window = worker.windows[0]
+        window, *others = worker.windows
+        # Only version 3 says which slice a request is for; an older wire serves the first window.
+        more = [
+            (each.layer, each.begin, each.end)
+            for each in others
+            if worker.wires & Wire.V3 and self._census.fits(each) and (ring is None or _same_rank(ring, window, each))
+        ]
         self._sessions.admitted(session, wallet, worker.worker_id, worker.model, worker.platform)
         return Admission(
             key=session,
@@ -89,6 +103,7 @@ class HubAuthority:
                 begin=window.begin,
                 end=window.end,
                 wires=worker.wires,
+                more=tuple(more),
             ),
             engine_socket=socket,
             star=None if ring is None else _star(ring, _rank_of(ring, window.layer)),
@@ -131,6 +146,10 @@ def _waiting(ring: PlannedRing, wallet: str, edge: str) -> Admission:
 
 def _star(ring: PlannedRing, rank: int) -> str:
     return f"{ring.plan.ring}/experts/{rank}"
+
+
+def _same_rank(ring: PlannedRing, one: Window, other: Window) -> bool:
+    return _rank_of(ring, one.layer) == _rank_of(ring, other.layer)
 
 
 def _rank_of(ring: PlannedRing, layer: int) -> int:

@@ -9,7 +9,7 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -37,6 +37,7 @@ class OpenAI:
     Args:
         public_url: base URL of this gateway; its hash qualifies model ids as the contract's do.
         open_access: whether callers without the service token are served (a gateway on loopback).
+        make_slots: a model's admission queue.
     """
 
     def __init__(
@@ -47,9 +48,10 @@ class OpenAI:
         *,
         public_url: str,
         open_access: bool,
+        make_slots: Callable[[], Slots] = Slots,
     ) -> None:
         self._backends = {backend.info.model_id: backend for backend in backends}
-        self._slots = {backend.info.model_id: Slots() for backend in backends}
+        self._slots = {backend.info.model_id: make_slots() for backend in backends}
         self._generations = generations
         self._identity = identity
         self._open_access = open_access

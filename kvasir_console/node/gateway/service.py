@@ -38,6 +38,7 @@ from kvasir_console.node.gateway.participation import Participation
 from kvasir_console.node.gateway.payments import Payments
 from kvasir_console.node.gateway.plans import make_rings
 from kvasir_console.node.gateway.settle import Settler
+from kvasir_console.node.gateway.slots import Slots
 from kvasir_console.node.gateway.store import Store
 from kvasir_console.node.gateway.trunk import EngineFactory, OnExit, OnReady, SupervisedEngine, Trunk, Trunks
 from kvasir_console.node.supervisor import Engine
@@ -170,7 +171,17 @@ class GatewayService:
             return backend
         trunk = TrunkBackend(BackendInfo(model.id, model.name, None, model.shape.context_length))
         engine, wire = self._config.engine, self._config.gateway.dispatch_wire
-        trunks[model.id] = Trunk(f"trunk{number}", model, trunk, self._make_engine, engine, wire)
+        trunks[model.id] = Trunk(
+            f"trunk{number}",
+            model,
+            trunk,
+            self._make_engine,
+            engine,
+            wire,
+            self._config.gateway.dispatch_policy(),
+            self._paths.state / "evidence",
+            self._config.gateway.dispatch_dtype,
+        )
         return trunk
 
     async def _open_port(self, socket: Path) -> None:
@@ -190,6 +201,7 @@ class GatewayService:
             self._identity,
             public_url=self.public_url,
             open_access=is_loopback(gateway.host),
+            make_slots=lambda: Slots(gateway.max_requests, gateway.max_waiting),
         )
         info = Info(self._identity, self._store, openai, gateway, config.wallet, self.public_url)
         slices = Slices(self._paths.cache / "slices", catalog)

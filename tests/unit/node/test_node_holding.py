@@ -59,7 +59,7 @@ async def test_experts_are_reported_as_the_contract_says():
         "n_layer": 30,
         "n_expert": 8,
         "url": f"relay:expert-{WORKER}",
-        "wires": ["v1", "v2", "v2f16"],
+        "wires": ["v1", "v2", "v2f16", "v3"],
     }
 
 
@@ -81,7 +81,7 @@ async def test_experts_are_loaded_and_dialled_under_the_workers_session():
     assert (preamble.kind, preamble.session, preamble.wallet) == (Kind.EXPERTS, session.name, A)
     assert (preamble.layer, preamble.begin, preamble.end) == (3, 2, 6)
     assert preamble.model_digest.hex() == DIGEST
-    assert preamble.wires == Wire.V1 | Wire.V2 | Wire.V2F16
+    assert preamble.wires == Wire.V1 | Wire.V2 | Wire.V2F16 | Wire.V3
     view = holding.view()
     assert (view.kind, view.layer, view.begin, view.end, view.total, view.tensor_bytes) == ("experts", 3, 2, 6, 8, 99)
 

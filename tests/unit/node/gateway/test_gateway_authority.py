@@ -28,9 +28,13 @@ ENGINE = Path("/run/trunk.data")
 class Recorder:
     def __init__(self) -> None:
         self.seen: list[tuple[Any, ...]] = []
+        self.caught: set[tuple[str, str]] = set()
 
     def admitted(self, session: str, wallet: str, worker_id: str, model: str, platform: Mapping[str, str]) -> None:
         self.seen.append((session, wallet, worker_id, model))
+
+    def quarantined(self, wallet: str, worker_id: str) -> bool:
+        return (wallet, worker_id) in self.caught
 
 
 class Hub:
@@ -89,6 +93,18 @@ async def test_the_registering_wallet_is_led_to_the_engine(hub: Hub) -> None:
     assert preamble.model_digest == hub.catalog[MOE].digest
     assert len(preamble.encode()) == 256
     assert hub.sessions.seen == [("expert-w", ALICE.address, "w", MOE)]
+
+
+async def test_a_session_of_version_3_serves_all_windows_that_are_of_use(hub: Hub) -> None:
+    segments = [[1, 8, 24], [2, 0, 4], [2, 0, 1000], [99, 0, 4]]
+    hub.report(ALICE, wires=["v2"], segments=segments)
+    preamble = (await hub.expert(ALICE)).preamble
+    assert preamble is not None
+    assert preamble.windows == ((1, 8, 24),)
+    hub.report(ALICE, wires=["v2", "v3"], segments=segments)
+    preamble = (await hub.expert(ALICE)).preamble
+    assert preamble is not None
+    assert preamble.windows == ((1, 8, 24), (2, 0, 4))
 
 
 async def test_a_node_that_names_no_wires_speaks_v2(hub: Hub) -> None:

@@ -49,7 +49,9 @@ REQUESTS = requests(COUNT, 160)
 
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return builders.write_tiny_llama(tmp_path_factory.mktemp("model") / "dense.gguf", n_layer=N_LAYER, seed=5, context_length=1024)
+    return builders.write_tiny_llama(
+        tmp_path_factory.mktemp("model") / "dense.gguf", n_layer=N_LAYER, seed=5, context_length=1024
+    )
 
 
 @pytest.fixture(scope="module")

@@ -226,6 +226,26 @@ async def test_a_hub_that_dies_takes_every_edge_and_the_entry(three: Ring, alone
     assert max(each["recomputed_rows"] for each in stats) <= 9 * COUNT
 
 
+async def test_a_gateway_that_dies_is_asked_again_by_another(three: Ring, alone: list[DoneEvent]) -> None:
+    """Callers send the same key again: the answers that are being given are told from their beginning."""
+    first, second = Client(three), Client(three)
+    keyed = [replace(each, key=1 + n) for n, each in enumerate(REQUESTS)]
+    await first.backend.context_length()
+    asked = [asyncio.create_task(first.answer(n, each)) for n, each in enumerate(keyed)]
+    await until(lambda: min(first.seen) >= 10, 60)
+    assert max(first.seen) < REQUESTS[0].max_tokens
+    first.backend._client._writer.transport.abort()  # what is left of a process that was killed: it cancels nothing
+    first.backend._beats.cancel()
+    for task in asked:
+        task.cancel()
+    await asyncio.gather(*asked, return_exceptions=True)
+    second.answers = asyncio.gather(*(second.answer(n, each) for n, each in enumerate(keyed)))
+    await second.end(alone)
+    await three.empty()
+    stats = await three.stats()
+    assert [each["recomputed_rows"] for each in stats] == [0, 0, 0]
+
+
 async def test_a_rank_that_was_replaced_wakes_up_and_can_do_nothing(
     three: Ring, dense: Path, alone: list[DoneEvent], tmp_path: Path
 ) -> None:

@@ -68,6 +68,18 @@ async def test_a_request_that_is_dropped_while_it_is_followed_is_gone_for_good()
     await kept.drop(2)  # nobody knows it
 
 
+async def test_the_last_followers_word_cancels() -> None:
+    kept, running = Kept(), Running()
+    kept.add(1, running)
+    with kept.following(1):
+        with kept.following(1):
+            await kept.give_up(1)
+            assert not running.cancelled
+        await kept.give_up(1)
+        assert running.cancelled
+    await kept.give_up(1)
+
+
 async def test_of_very_many_the_oldest_that_nobody_follows_makes_room() -> None:
     kept = Kept()
     running = [Running() for _ in range(MAX_KEPT + 1)]

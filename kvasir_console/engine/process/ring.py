@@ -431,7 +431,7 @@ class RingNode:
                 self.on_retired()
             if self.config.rank == 0 and self.rows.live and now - rolled >= ROLL_S:
                 rolled = now
-                items = tuple(wire.Item(key, rows=0) for key in self.window.held())
+                items = tuple(wire.Item(key, rows=0) for key in self.window.held())  # no more than a frame takes
                 self.post_next([self.frame(FrameKind.ROLL, items)])
 
 

@@ -98,8 +98,8 @@ class Joint:
     """An edge, dialled for ever: when one end's connection is over, so is the other's, and both dial again."""
 
     def __init__(self, left: Stage, right: Stage, digest: bytes) -> None:
-        self._ends = ((left, Kind.RING_NEXT), (right, Kind.RING_PREV))
-        self._digest = digest
+        self.left, self.right = left, right
+        self.digest = digest
         self._writers: list[asyncio.StreamWriter] = []
         self.made = 0
         self.held = False
@@ -116,11 +116,11 @@ class Joint:
         streams = []
         self._writers = []
         try:
-            for stage, kind in self._ends:
+            for stage, kind in ((self.left, Kind.RING_NEXT), (self.right, Kind.RING_PREV)):
                 reader, writer = await asyncio.open_unix_connection(str(stage.data_socket))
                 self._writers.append(writer)
                 epoch = stage.ring["epoch"]
-                writer.write(Preamble(kind, kind.name.lower(), model_digest=self._digest, epoch=epoch).encode())
+                writer.write(Preamble(kind, kind.name.lower(), model_digest=self.digest, epoch=epoch).encode())
                 streams.append((reader, writer))
             self.made += 1
             (left_reader, left_writer), (right_reader, right_writer) = streams

@@ -181,14 +181,17 @@ class RingHolding:
             role="stage",
             layers=[stage.begin, stage.end],
             context_length=self.context_length,
-            ring={
-                "id": self.plan.ring,
-                "epoch": self.plan.generation,
-                "rank": stage.rank,
-                "size": len(self.plan.stages),
-                "n_layer": self.plan.n_layer,
-            },
+            ring=ring_fields(self.plan, stage),
         )
+
+    def stays(self, plan: Plan) -> bool:
+        """Whether a newer plan leaves this window where it is."""
+        same = (plan.ring, plan.model_digest, len(plan.stages)) == (
+            self.plan.ring,
+            self.plan.model_digest,
+            len(self.plan.stages),
+        )
+        return same and plan.stage_of(self.wallet) == self.stage and plan.generation > self.plan.generation
 
     def coverage(self) -> dict[str, Any]:
         return {"model": self.plan.model, "segments": [], "n_layer": self.plan.n_layer}
@@ -221,6 +224,17 @@ class RingHolding:
             epoch=self.plan.generation,
         )
         return RelaySession(name, ring_url(gateway, self.plan.ring, edge, role), preamble)
+
+
+def ring_fields(plan: Plan, stage: PlannedStage) -> dict[str, Any]:
+    """What an engine is told of its place in a ring."""
+    return {
+        "id": plan.ring,
+        "epoch": plan.generation,
+        "rank": stage.rank,
+        "size": len(plan.stages),
+        "n_layer": plan.n_layer,
+    }
 
 
 def choose_plan(signed: Iterable[Mapping[str, Any]], hub_key: str, wallet: str, pin: Path) -> Plan | None:

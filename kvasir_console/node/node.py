@@ -26,14 +26,15 @@ import psutil
 from kvasir_console import __version__
 from kvasir_console.config import Config
 from kvasir_console.engine.process.client import EngineClient
-from kvasir_console.errors import ConfigError, EngineError, KvasirError, WalletError
+from kvasir_console.errors import ConfigError, EngineError, KvasirError, NetworkError, WalletError
 from kvasir_console.node import hardware, phase
 from kvasir_console.node.accounts import Accounts
 from kvasir_console.node.admin import Handler
 from kvasir_console.node.credentials import Credentials
-from kvasir_console.node.holding import ExpertHolding, Holding, RelaySession, RingHolding, choose_plan
+from kvasir_console.node.holding import ExpertHolding, Holding, RelaySession, RingHolding, choose_plan, ring_fields
 from kvasir_console.node.market import USER_AGENT, Assignment, GatewayInfo, Market
 from kvasir_console.node.phase import Phase
+from kvasir_console.node.placement.plan import Plan
 from kvasir_console.node.signing import WalletSigner
 from kvasir_console.node.snapshot import DownloadView, MachineView, NodeSnapshot, RelayView
 from kvasir_console.node.star import Star
@@ -44,12 +45,16 @@ from kvasir_console.paths import Paths
 from kvasir_console.relay.closing import CloseCode
 from kvasir_console.relay.uplink import Uplink, UplinkPhase, UplinkState
 from kvasir_console.relay.wire.control import Message
+from kvasir_console.relay.wire.preamble import Kind
 
 log = logging.getLogger(__name__)
 
 LOG_LINES = 200
 DRAIN_S = 3.0
 """How long trunks are waited for when the node stops."""
+QUICK_KINDS = (Kind.RING_NEXT, Kind.RING_PREV, Kind.ENTRY)
+QUICK_REDIAL_S = (0.25, 5.0)
+"""A ring stands still while an edge is dialled again: its sessions wait no longer than this."""
 T = TypeVar("T")
 Listener = Callable[[NodeSnapshot], None]
 
@@ -257,6 +262,8 @@ class Node:
         self._credentials.learn(info)
         await self._delegate()
         await self._with_token(self._market.demand)
+        if isinstance(self._holding, RingHolding) and await self._planned(info) != self._holding.plan:
+            self._holding = None
         if self._holding is None:
             self._holding = await self._find_slice(info)
         holding = self._holding
@@ -273,9 +280,7 @@ class Node:
         serve = self._config.node.serve
         while True:
             if serve in ("auto", "ring") and info.placement:
-                plans = await self._with_token(self._market.placements)
-                pin = self._paths.state / f"hub-key-{self._market.host.replace(':', '-')}"
-                plan = choose_plan(plans, info.hub_key, self.wallet, pin)
+                plan = await self._planned(info)
                 if plan is not None:
                     return RingHolding(plan, self.wallet, self._config.engine.context_length)
             reason = "No signed plan names this wallet."
@@ -287,6 +292,12 @@ class Node:
             self._enter(Phase.VOLUNTEERING, reason, f"The market is asked again every {self._config.node.poll_s:g} s.")
             await self._heartbeat(None, info)
             await self._pause(self._config.node.poll_s)
+
+    async def _planned(self, info: GatewayInfo) -> Plan | None:
+        """The signed plan that names this wallet."""
+        plans = await self._with_token(self._market.placements)
+        pin = self._paths.state / f"hub-key-{self._market.host.replace(':', '-')}"
+        return choose_plan(plans, info.hub_key, self.wallet, pin)
 
     async def _volunteer(self, token: str) -> Assignment | str:
         node = self._config.node
@@ -316,7 +327,17 @@ class Node:
         while True:
             if self._engine_changed.is_set():
                 raise EngineError("engine_restarted", "The engine ended while it served.", "It loads its slice again.")
-            wired = await self._heartbeat(holding, info)
+            try:
+                wired = await self._heartbeat(holding, info)
+                if isinstance(holding, RingHolding):
+                    await self._follow_plan(holding, info)
+            except NetworkError as error:
+                if not isinstance(self._holding, RingHolding) or not self._uplinks:
+                    raise
+                # The sessions say themselves whether they live; what a ring's engine holds must not be given up.
+                self._note(f"The gateway cannot be asked: {error.message}")
+                await self._pause(self._config.node.retry_s)
+                continue
             if wired and not self._uplinks:
                 self._enter(Phase.DIALLING, "The gateway waits for this node's sessions.")
                 self._dial(holding, info)
@@ -325,6 +346,23 @@ class Node:
             self._note_serving()
             await self._delegate()
             await self._pause(self._config.node.poll_s if wired else self._config.node.retry_s)
+
+    async def _follow_plan(self, holding: RingHolding, info: GatewayInfo) -> None:
+        """Take a newer plan: the engine keeps its window and what it holds if the plan leaves it there.
+
+        Raises:
+            NetworkError: ``plan_changed``; the plan gives this wallet something else, or nothing.
+        """
+        plan = await self._planned(info)
+        if plan == holding.plan:
+            return
+        if plan is None or not holding.stays(plan):
+            self._holding = None
+            raise NetworkError("plan_changed", "The ring's plan gives this wallet another window.", "It looks anew.")
+        client = await self._engine_client()
+        await client.call("replan", ring=ring_fields(plan, holding.stage))
+        holding.plan = plan
+        self._note(f"The ring {plan.ring} is at generation {plan.generation}; this window stays.")
 
     async def _heartbeat(self, holding: Holding | None, info: GatewayInfo) -> bool:
         """One coverage report; whether the gateway has sessions wired for what is held."""
@@ -364,6 +402,7 @@ class Node:
 
     def _uplink(self, session: RelaySession, info: GatewayInfo, on_change: Callable[[UplinkState], None]) -> Uplink:
         network = self._config.network
+        quick = session.preamble.kind in QUICK_KINDS
         return Uplink(
             session.url,
             session.name,
@@ -373,8 +412,8 @@ class Node:
             engine_socket=self._engine.data_socket,
             preamble=session.preamble,
             user_agent=USER_AGENT,
-            redial_min_s=network.redial_min_s,
-            redial_max_s=network.redial_max_s,
+            redial_min_s=min(network.redial_min_s, QUICK_REDIAL_S[0]) if quick else network.redial_min_s,
+            redial_max_s=min(network.redial_max_s, QUICK_REDIAL_S[1]) if quick else network.redial_max_s,
             on_change=on_change,
         )
 
@@ -449,6 +488,8 @@ class Node:
                 now = time.monotonic()
                 served = stats["served"] or {}
                 ring = stats["ring"] or {}
+                if ring.get("behind"):
+                    self._wake.set()  # its neighbours have a newer plan
                 counters = Counters(
                     requests=int(served.get("requests", 0)),
                     rows=int(served.get("rows", ring.get("rows", 0))),

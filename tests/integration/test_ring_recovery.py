@@ -18,7 +18,7 @@ from kvasir_console.node.placement.plan import Plan, PlannedStage
 
 import builders
 from engines import complete, engine, until
-from rings import Ring, ring
+from rings import Joint, Ring, Stage, ring
 
 N_LAYER = 4
 WINDOWS = [(0, 1), (1, 3), (3, 4)]
@@ -49,7 +49,9 @@ REQUESTS = requests(COUNT, 160)
 
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return builders.write_tiny_llama(tmp_path_factory.mktemp("model") / "dense.gguf", n_layer=N_LAYER, seed=5, context_length=1024)
+    return builders.write_tiny_llama(
+        tmp_path_factory.mktemp("model") / "dense.gguf", n_layer=N_LAYER, seed=5, context_length=1024
+    )
 
 
 @pytest.fixture(scope="module")
@@ -222,6 +224,67 @@ async def test_a_hub_that_dies_takes_every_edge_and_the_entry(three: Ring, alone
     stats = await run(three, alone, fault)
     assert [stage.lives for stage in three.stages] == [1, 1, 1]
     assert max(each["recomputed_rows"] for each in stats) <= 9 * COUNT
+
+
+async def test_a_gateway_that_dies_is_asked_again_by_another(three: Ring, alone: list[DoneEvent]) -> None:
+    """Callers send the same key again: the answers that are being given are told from their beginning."""
+    first, second = Client(three), Client(three)
+    keyed = [replace(each, key=1 + n) for n, each in enumerate(REQUESTS)]
+    await first.backend.context_length()
+    asked = [asyncio.create_task(first.answer(n, each)) for n, each in enumerate(keyed)]
+    await until(lambda: min(first.seen) >= 10, 60)
+    assert max(first.seen) < REQUESTS[0].max_tokens
+    first.backend._client._writer.transport.abort()  # what is left of a process that was killed: it cancels nothing
+    first.backend._beats.cancel()
+    for task in asked:
+        task.cancel()
+    await asyncio.gather(*asked, return_exceptions=True)
+    second.answers = asyncio.gather(*(second.answer(n, each) for n, each in enumerate(keyed)))
+    await second.end(alone)
+    await three.empty()
+    stats = await three.stats()
+    assert [each["recomputed_rows"] for each in stats] == [0, 0, 0]
+
+
+async def test_a_rank_that_was_replaced_wakes_up_and_can_do_nothing(
+    three: Ring, dense: Path, alone: list[DoneEvent], tmp_path: Path
+) -> None:
+    """The plan names another engine for the hung rank's window; the others keep what they hold."""
+    old = three.stages[1]
+    new = Stage(tmp_path / "new", dense, WINDOWS[1], old.ring | {"epoch": 2})
+    starting = asyncio.create_task(new.run())
+    await until(lambda: new.client is not None, 60)
+    zombie = Joint(old, three.stages[2], three.joints[1].digest)
+
+    async def fault() -> None:
+        old.signal(signal.SIGSTOP)
+        three.stages[1] = three.joints[0].right = three.joints[1].left = new
+        for rank in (0, 2):
+            stage = three.stages[rank]
+            stage.ring = stage.ring | {"epoch": 2}
+            await stage.client.call("replan", ring=stage.ring)
+        await three.whole()
+        old.signal(signal.SIGCONT)
+
+    knocking = asyncio.create_task(zombie.run())
+    try:
+        stats = await run(three, alone, fault)
+        assert [each["epoch"] for each in stats] == [2, 2, 2]
+        assert stats[1]["recomputed_rows"] > 0
+        assert max(stats[0]["recomputed_rows"], stats[2]["recomputed_rows"]) <= 9 * COUNT
+
+        async def told() -> bool:
+            return (await old.stats())["behind"]
+
+        await until(told, 30)
+        assert not (await old.stats())["next_ready"]
+        assert zombie.made > 1
+    finally:
+        for task in (starting, knocking):
+            task.cancel()
+        await asyncio.gather(starting, knocking, return_exceptions=True)
+        old.signal(signal.SIGKILL)
+        three.stages[1] = old
 
 
 async def test_a_request_given_up_while_the_ring_is_broken_leaves_nothing(three: Ring, alone: list[DoneEvent]) -> None:

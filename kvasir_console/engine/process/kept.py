@@ -72,6 +72,12 @@ class Kept:
             if not entry.followers and self._entries.get(key) is entry:
                 entry.expiry = asyncio.get_running_loop().call_later(self._keep_s, self._expire, key)
 
+    async def give_up(self, key: int) -> None:
+        """One follower wants no more; the last one's word cancels the request."""
+        entry = self._entries.get(key)
+        if entry is not None and entry.followers <= 1:
+            await self.drop(key)
+
     async def drop(self, key: int) -> None:
         """Cancel a request and forget it."""
         entry = self._entries.pop(key, None)

@@ -25,7 +25,7 @@ from kvasir_console.engine.process.compute import Compute
 from kvasir_console.engine.process.expert_server import ExpertServer
 from kvasir_console.engine.process.generate import Generator
 from kvasir_console.engine.process.local import LocalPipeline
-from kvasir_console.engine.process.pipeline import Pipeline
+from kvasir_console.engine.process.pipeline import MAX_RING_SEQUENCES, MAX_SEQUENCES, Pipeline
 from kvasir_console.engine.process.ring import RingConfig, RingNode
 from kvasir_console.engine.process.ring_pipeline import RingPipeline
 from kvasir_console.engine.process.roster import Policy
@@ -229,7 +229,11 @@ async def _load_stage(
             "A partial window serves as a stage of a ring; a trunk loads every layer.",
         )
     if tokenizer is not None and template is not None:
-        scheduler = Scheduler(pipeline, max_queue=int(fields.get("max_queue", MAX_QUEUE)))
+        scheduler = Scheduler(
+            pipeline,
+            max_queue=int(fields.get("max_queue", MAX_QUEUE)),
+            max_running=MAX_RING_SEQUENCES if ring else MAX_SEQUENCES,
+        )
         loaded.generator = Generator(
             scheduler, tokenizer, template, context_length=context_length, trace_directory=runtime
         )

@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 
 __all__ = [
     "LOGIT_BYTES",
+    "MAX_RING_SEQUENCES",
     "MAX_SEQUENCES",
     "PREFILL_CHUNK",
     "Admitted",
@@ -35,7 +36,9 @@ __all__ = [
 ]
 
 MAX_SEQUENCES = 64
-"""Most sequences that run at once; further ones wait."""
+"""Most sequences that run at once in one process; further ones wait."""
+MAX_RING_SEQUENCES = 256
+"""Most sequences of a ring: some are on the network while others are computed."""
 LOGIT_BYTES = 64 * 2**20
 """Logits are computed for at most so many bytes of rows at a time."""
 

@@ -99,6 +99,8 @@ class RingNode:
         """A newer plan does not name this rank: it has to go."""
         self._next: Edge | None = None
         self._prev: Edge | None = None
+        self._waiting: set[Edge] = set()
+        """Connections whose peer has not said HELLO yet."""
         self._held_by_next: dict[int, wire.Held] = {}
         self._known_by_next: dict[int, wire.Known] = {}
         self._inbox: asyncio.Queue[tuple[Edge, Frame | None, float]] = asyncio.Queue()
@@ -147,25 +149,18 @@ class RingNode:
 
     async def serve_next(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve the edge to the successor until it ends; HELLO, HELD and ERROR come back on it."""
-        self._replace(self._next)
-        self._next = self._edge("next", reader, writer)
-        await self._serve(self._next, role=b"P", peer_role=b"N")
+        await self._serve(self._edge("next", reader, writer), role=b"P", peer_role=b"N")
 
     async def serve_prev(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve the edge from the predecessor until it ends."""
-        self._replace(self._prev)
-        self._prev = self._edge("prev", reader, writer)
-        await self._serve(self._prev, role=b"N", peer_role=b"P")
+        await self._serve(self._edge("prev", reader, writer), role=b"N", peer_role=b"P")
 
     def _edge(self, name: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Edge:
         silence_s = self.config.silence_s
         return Edge(name, reader, writer, ping_s=silence_s / 3, silence_s=silence_s, clock=self._clock)
 
-    def _replace(self, older: Edge | None) -> None:
-        if older is not None:
-            self._lose(older, "a newer connection replaces it")
-
     async def _serve(self, edge: Edge, *, role: bytes, peer_role: bytes) -> None:
+        self._waiting.add(edge)
         why = "it failed"
         try:
             hello = self.frame(FrameKind.HELLO, payload=self._hello().encode())
@@ -175,15 +170,17 @@ class RingNode:
             if error.mine and self._behind_at is None:
                 self._behind_at = self._clock()
         finally:
+            self._waiting.discard(edge)
             self._lose(edge, why)
 
     def _lose(self, edge: Edge, why: str) -> None:
         """An edge is over. What it carried is in the links, and goes on with the next one."""
-        if edge not in (self._next, self._prev):
-            return  # it was replaced
-        self._cuts += edge.ready
         edge.close(why)
+        if edge not in (self._next, self._prev):
+            log.debug("ring %s rank %d: a %s edge ends: %s", self.config.id, self.config.rank, edge.name, why)
+            return
         log.info("ring %s rank %d: the %s edge ends: %s", self.config.id, self.config.rank, edge.name, why)
+        self._cuts += 1
         if edge is self._next:
             self._next = None
             self._held_by_next, self._known_by_next = {}, {}
@@ -191,7 +188,7 @@ class RingNode:
             self.tokens.lost()
         else:
             self._prev = None
-        if self._lost_at is None and not self.ready:
+        if self._lost_at is None:
             self._lost_at = self._clock()
 
     async def _received(self, edge: Edge, frame: Frame) -> None:
@@ -209,8 +206,16 @@ class RingNode:
         mine = self._hello()
         before, after = (mine, theirs) if edge.name == "next" else (theirs, mine)
         wire.check_hello(before, after)
+        # Only now: a connection that does not get so far must not displace one that works.
+        older = self._next if edge.name == "next" else self._prev
+        if older is not None and older is not edge:
+            self._lose(older, "a newer connection replaces it")
+        self._waiting.discard(edge)
         edge.ready = True
-        if edge.name == "prev":
+        if edge.name == "next":
+            self._next = edge
+        else:
+            self._prev = edge
             self._inbox.put_nowait((edge, None, self._clock()))  # HELD, after all that came before
         if self.ready:
             self._lost_at = None
@@ -252,17 +257,18 @@ class RingNode:
             return
         self.config = config
         self._behind_at = None
-        for edge in (self._next, self._prev):
-            if edge is not None:
-                self._lose(edge, f"the ring is at epoch {config.epoch} now")
+        for edge in self._edges():
+            self._lose(edge, f"the ring is at epoch {config.epoch} now")
 
     def leave(self) -> None:
         """Close both edges, for good."""
-        for edge in (self._next, self._prev):
-            if edge is not None:
-                edge.close("this rank leaves")
+        for edge in self._edges():
+            edge.close("this rank leaves")
         for task in self._tasks:
             task.cancel()
+
+    def _edges(self) -> list[Edge]:
+        return [*self._waiting, *(edge for edge in (self._next, self._prev) if edge is not None)]
 
     # Frames, in their order
 
@@ -425,7 +431,7 @@ class RingNode:
                 self.on_retired()
             if self.config.rank == 0 and self.rows.live and now - rolled >= ROLL_S:
                 rolled = now
-                items = tuple(wire.Item(key, rows=0) for key in self.window.held())
+                items = tuple(wire.Item(key, rows=0) for key in self.window.held())  # no more than a frame takes
                 self.post_next([self.frame(FrameKind.ROLL, items)])
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import struct
 import time
 from collections import deque
@@ -16,6 +17,8 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from kvasir_console.errors import EngineError
 from kvasir_console.relay.wire import ring as wire
 from kvasir_console.relay.wire.ring import Frame, FrameKind
+
+log = logging.getLogger(__name__)
 
 PING_S = 5.0
 SILENCE_S = 15.0
@@ -136,7 +139,7 @@ class Edge:
             raise StaleError(f"the ring is at epoch {frame.epoch}, this rank at {epoch}", mine=True)
 
     async def _send(self) -> None:
-        with contextlib.suppress(OSError):
+        try:
             while not self.closed:
                 self._more.clear()
                 while self._out:
@@ -147,6 +150,11 @@ class Edge:
                     self._writer.write(wire.encode(frame))
                     await self._writer.drain()
                 await self._more.wait()
+        except OSError as error:
+            self.close(str(error))
+        except wire.RingError as error:
+            log.error("the %s edge cannot send: %s", self.name, error)
+            self.close(str(error))
 
     async def _watch(self, epoch: int) -> None:
         with contextlib.suppress(OSError):

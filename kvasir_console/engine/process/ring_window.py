@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kvasir_console.engine.kvcache import KVCache, blocks_end
 from kvasir_console.engine.process.budget import KvBudget
-from kvasir_console.engine.process.pipeline import LOGIT_BYTES, MAX_SEQUENCES, as_engine_error
+from kvasir_console.engine.process.pipeline import LOGIT_BYTES, MAX_RING_SEQUENCES, as_engine_error
 from kvasir_console.engine.process.ring_log import AGAIN, REFILL, WANT_TOKEN
 from kvasir_console.engine.process.router import Router
 from kvasir_console.engine.process.speculate import MAX_DRAFT
@@ -116,7 +116,7 @@ class RingWindow:
 
     def fits(self, capacity: int) -> bool:
         """Whether a sequence can be admitted now."""
-        return len(self._held) < MAX_SEQUENCES and self.budget.fits(self.n_bytes(capacity))
+        return len(self._held) < MAX_RING_SEQUENCES and self.budget.fits(self.n_bytes(capacity))
 
     def n_bytes(self, capacity: int) -> int:
         """Bytes that a sequence takes at most: its keys and values, and the log of its rows that go on."""
@@ -147,8 +147,10 @@ class RingWindow:
             RequestError: ``kv_budget_exceeded``, ``context_length_exceeded``, ``bad_sampling``.
             wire.RingError: the parameters are not what an ADMIT holds.
         """
-        if len(self._held) >= MAX_SEQUENCES and request_id not in self._held:
-            raise EngineError("ring_busy", f"The ring already runs {MAX_SEQUENCES} requests.", "Try again shortly.")
+        if len(self._held) >= MAX_RING_SEQUENCES and request_id not in self._held:
+            raise EngineError(
+                "ring_busy", f"The ring already runs {MAX_RING_SEQUENCES} requests.", "Try again shortly."
+            )
         try:
             sampling, capacity = SamplingParams(**params["sampling"]), int(params["capacity"])
             prompt_length = int(params.get("prompt_length", len(tokens)))

@@ -254,7 +254,7 @@ class VerbSession:
         task = self._generating.get(message.get("request", 0))
         if (entry := self._keys.get(message.get("request", 0))) is not None:
             key, kept = entry
-            await kept.drop(key)
+            await kept.give_up(key)
         if task is not None:
             task.cancel()
             await asyncio.wait([task])

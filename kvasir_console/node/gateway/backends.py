@@ -8,7 +8,7 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from kvasir_console.engine.process.client import DoneEvent, EngineClient, GenerateRequest, TokenEvent
@@ -106,7 +106,8 @@ class _ClientBackend:
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:
         client = await self.client()
         with _answering(self._info.name):
-            async with contextlib.aclosing(client.generate(request)) as events:
+            # Without its key: nobody comes back to an engine that lives and dies with this process.
+            async with contextlib.aclosing(client.generate(replace(request, key=0))) as events:
                 async for event in events:
                     yield event
 
@@ -195,7 +196,7 @@ class RingBackend(_ClientBackend):
         return await self._persist(lambda: count(prompt, messages))
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:
-        memory = Memory(request, secrets.randbits(63) or 1)
+        memory = Memory(request, request.key or secrets.randbits(63) or 1)
         lost_at: float | None = None
         while True:
             try:

@@ -7,9 +7,9 @@ import contextlib
 import hashlib
 import json
 import logging
-import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
@@ -22,6 +22,7 @@ from kvasir_console.errors import EngineError, KvasirError, RequestError, UsageE
 from kvasir_console.node.gateway.backends import Backend, Event
 from kvasir_console.node.gateway.chatrequest import DEFAULT_MAX_TOKENS, ChatRequest, ParameterError, parse_chat
 from kvasir_console.node.gateway.generation import Generation, Generations
+from kvasir_console.node.gateway.idempotency import name_request
 from kvasir_console.node.gateway.identity import Identity
 from kvasir_console.node.gateway.slots import BusyError, Slots
 from kvasir_console.node.gateway.web import MAX_DETAIL_CHARACTERS, error_type, read_json, status_of
@@ -109,15 +110,16 @@ class OpenAI:
         service = self._identity.is_service(request.headers)
         if not service and not self._open_access:
             raise WalletError("token_missing", "This gateway serves callers with its service token.")
-        chat = parse_chat(await read_json(request))
+        body = await read_json(request)
+        name, chat = name_request(request.headers, body), parse_chat(body)
         if chat.extended and not service:
             raise WalletError("service_token_needed", "The kvasir extension is for the operator's own machines.")
         backend = self._backend(chat.model)
         prompt_tokens, max_tokens = await _fit(backend, chat)
-        request_id = f"chatcmpl-{secrets.token_hex(12)}"
-        generation = self._generations.start(
-            backend, self._slots[backend.info.model_id], chat.to_engine(max_tokens), request_id, prompt_tokens
-        )
+        asked = replace(chat.to_engine(max_tokens), key=name.key)
+        slots = self._slots[backend.info.model_id]
+        request_id = await self._generations.id_of(name)
+        generation = self._generations.start(backend, slots, asked, request_id, prompt_tokens)
         answer = _Answer(generation, request_id, backend.info.model_id, show_paths=service)
         left = asyncio.create_task(_left(request))
         try:

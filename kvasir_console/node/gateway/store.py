@@ -268,8 +268,11 @@ class Store:
             return generation
 
     def begin_request(self, request_id: str, model: str, now: int) -> None:
+        """Open a request; one that is sent again stays as it is."""
         with self.write() as connection:
-            connection.execute(requests.insert().values(id=request_id, model=model, created=now, completion_tokens=0))
+            if connection.execute(sa.select(requests.c.id).where(requests.c.id == request_id)).one_or_none() is None:
+                values = {"id": request_id, "model": model, "created": now, "completion_tokens": 0}
+                connection.execute(requests.insert().values(values))
 
     def finish_request(self, record: RequestRecord, now: int) -> None:
         """Close a request and, in the same transaction, count its rows for the ring that served it."""

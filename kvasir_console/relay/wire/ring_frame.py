@@ -38,7 +38,7 @@ from kvasir_console.relay.wire.control import Reader
 
 MAGIC = b"KVRG"
 VERSION = 2
-MAX_ITEMS = 1024
+MAX_ITEMS = 4096
 MAX_ROWS = 65536
 MAX_PAYLOAD_BYTES = 64 * 2**20
 MAX_ADMIT_BYTES = 8 * 2**20

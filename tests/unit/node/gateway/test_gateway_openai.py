@@ -65,6 +65,37 @@ async def test_the_official_client_chats(tmp_path: Path) -> None:
     assert backend.requests[0].messages == ({"role": "user", "content": "What is the capital of France?"},)
 
 
+async def test_a_request_that_is_sent_again_is_the_same_one_and_booked_once(tmp_path: Path) -> None:
+    backend = scripted(texts=("Par", "is"))
+    again = {"idempotency-key": "once"}
+    async with gateway(tmp_path, [backend]) as served, sdk(served) as client:
+        replies = [
+            await client.chat.completions.create(model="m1", messages=HELLO, max_tokens=7, extra_headers=headers)
+            for headers in (again, again, {})
+        ]
+        ids = [reply.id for reply in replies]
+        assert ids[0] == ids[1] != ids[2]
+        keys = [request.key for request in backend.requests]
+        assert keys[0] == keys[1] != keys[2]
+        assert (await recorded(served, ids[0]))["finish"] == "stop"
+
+
+async def test_a_request_that_failed_is_booked_anew_when_it_is_sent_again(tmp_path: Path) -> None:
+    backend = scripted(texts=("Par", "is"), fail_at=1, error=EngineError("step_failed", "A step failed."))
+    async with gateway(tmp_path, [backend]) as served, sdk(served) as client:
+        with pytest.raises(openai.APIError):
+            async for _ in await client.chat.completions.create(
+                model="m1", messages=HELLO, stream=True, extra_headers={"idempotency-key": "twice"}
+            ):
+                pass
+        await served.generations.idle()
+        backend.error = None
+        reply = await client.chat.completions.create(
+            model="m1", messages=HELLO, extra_headers={"idempotency-key": "twice"}
+        )
+        assert (await recorded(served, reply.id))["finish"] == "stop"
+
+
 async def test_the_official_client_streams(tmp_path: Path) -> None:
     backend = scripted(texts=("Par", "", "is"), tail=".", finish_reason="length")
     async with gateway(tmp_path, [backend]) as served, sdk(served) as client:

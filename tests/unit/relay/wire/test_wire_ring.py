@@ -129,7 +129,7 @@ def test_any_bytes_give_frames_or_a_ring_error(data: bytes, headed: bool) -> Non
         (frame_bytes(kind=0), "kind"),
         (frame_bytes(kind=11), "kind"),
         (frame_bytes(zero=b"\0" * 3 + b"\1"), "reserved"),
-        (frame_bytes(kind=3, count=1025), "count"),
+        (frame_bytes(kind=3, count=4097), "count"),
         (frame_bytes(kind=3, count=2**32 - 1), "count"),
         (frame_bytes(kind=3, count=0), "count"),
         (frame_bytes(kind=2, count=2), "count"),
@@ -166,7 +166,7 @@ def test_sizes_are_refused_from_the_header_alone() -> None:
         Frame(FrameKind.PING, 2**32),
         Frame(FrameKind.PING, -1),
         Frame(FrameKind.RELEASE, 1, (Item(-1),)),
-        Frame(FrameKind.RELEASE, 1, tuple(Item(n) for n in range(1025))),
+        Frame(FrameKind.RELEASE, 1, tuple(Item(n) for n in range(4097))),
         Frame(FrameKind.TOKEN, 1, (Item(1),), b""),
     ],
 )
@@ -385,9 +385,9 @@ def test_what_rank_0_knows_survives_its_frames(known: dict[int, tuple[int, list[
 
 
 def test_more_than_a_frame_holds_goes_into_several() -> None:
-    held = {n: ring.Held(n, n, n) for n in range(1500)}
+    held = {n: ring.Held(n, n, n) for n in range(5000)}
     frames = ring.encode_held(3, held)
-    assert [(len(frame.items), frame.flags) for frame in frames] == [(1024, 1), (476, 0)]
+    assert [(len(frame.items), frame.flags) for frame in frames] == [(4096, 1), (904, 0)]
     assert ring.decode_held(frames[0]) | ring.decode_held(frames[1]) == held
     known = {n: ring.Known(1, 40_000, (5,) * 40_000) for n in range(3)}
     frames = ring.encode_known(3, known)

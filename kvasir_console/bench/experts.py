@@ -66,7 +66,7 @@ class Options:
     layers_remote: int = 1
     threads: int = 2
     kernels: str = "auto"
-    wire: str = "v2"
+    wire: str = "v3"
     seed: int = 0
 
 
@@ -140,7 +140,7 @@ class Bench:
         try:
             async with asyncio.timeout(_OPEN_S):
                 await self.caller.ask("join")
-                await self.connected()
+                await self._connected()
         except TimeoutError:
             raise NetworkError("bench_session", f"The sessions did not open: {await node.ask('state')}.") from None
 
@@ -160,7 +160,13 @@ class Bench:
         finally:
             await child.stop()
 
-    async def _load_trunk(self) -> dict[str, Any]:
+    async def groups(self, count: int) -> None:
+        """Put streams into so many groups from now on; 0 lets the trunk choose."""
+        await self._load_trunk(count)
+        async with asyncio.timeout(_OPEN_S):
+            await self._connected()
+
+    async def _load_trunk(self, groups: int = 0) -> dict[str, Any]:
         return await self.trunk.load(
             path=str(self.options.model),
             model="bench",
@@ -168,21 +174,17 @@ class Bench:
             layers=[0, self.shape.n_layer],
             context_length=CONTEXT,
             dispatch_wire=self.options.wire,
-            dispatch_policy={"seed": self.options.seed},
+            dispatch_policy={"seed": self.options.seed, "groups": groups},
         )
 
-    async def connected(self) -> None:
-        while sum(each["connected"] for each in await self.trunk.coverage()) < len(self.layers):
+    async def _connected(self) -> None:
+        while sum(each["connected"] for each in await self.trunk.coverage()) < len(self.layers):  # noqa: ASYNC110
             await asyncio.sleep(0.05)
 
     async def link(self, rtt_ms: float) -> None:
         """Give the link another round trip, and the router time to learn it."""
         await self.links.set("node", rtt_ms=rtt_ms)
         await self.one(WARM_TOKENS)
-
-    async def groups(self, count: int) -> None:
-        """Put streams into so many groups; 0 lets the trunk choose."""
-        await self.trunk.call("groups", count=count)
 
     async def one(self, tokens: int, *, experts: str = "network") -> DoneEvent:
         """One stream of random prompt, without drafts."""
@@ -310,17 +312,18 @@ async def _single(bench: Bench, report: dict[str, Any], bars: dict[str, bool]) -
 
 async def _aggregate(bench: Bench, report: dict[str, Any], bars: dict[str, bool]) -> None:
     options = bench.options
-    await bench.link(0.0)
     rates: dict[int, float] = {}
     for count in GROUPS:
         await bench.groups(count)
+        await bench.link(0.0)
         rates[count] = median([(await bench.aggregate())[0] for _ in range(3)]).median
-    best = max(rates, key=lambda count: rates[count])
     bench.say(f"zero RTT, tokens a second by groups: {', '.join(f'{n}: {rate:.0f}' for n, rate in rates.items())}")
-    near, far, shares = [], [], []
+    await bench.groups(0)
+    near: list[float] = []
+    far: list[float] = []
+    shares: list[float] = []
     for pair in range(options.pairs + 1):
         for rtt_ms in (0.0, options.rtt_ms) if pair % 2 else (options.rtt_ms, 0.0):
-            await bench.groups(0 if rtt_ms else best)
             await bench.link(rtt_ms)
             rate, share = await bench.aggregate()
             if pair:

@@ -163,8 +163,11 @@ class Bench:
     async def groups(self, count: int) -> None:
         """Put streams into so many groups from now on; 0 lets the trunk choose."""
         await self._load_trunk(count)
-        async with asyncio.timeout(_OPEN_S):
-            await self._connected()
+        try:
+            async with asyncio.timeout(_OPEN_S):
+                await self._connected()
+        except TimeoutError:
+            raise NetworkError("bench_session", "The sessions did not come back after a load.") from None
 
     async def _load_trunk(self, groups: int = 0) -> dict[str, Any]:
         return await self.trunk.load(

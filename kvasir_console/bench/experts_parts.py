@@ -89,6 +89,8 @@ async def _node(options: Mapping[str, Any]) -> None:
             engine_socket=Path(session["worker_socket"]),
             preamble=preamble(session, Kind.EXPERTS),
             user_agent="kvasir-console bench",
+            redial_min_s=0.1,
+            redial_max_s=0.5,
         )
         for session in options["sessions"]
     ]

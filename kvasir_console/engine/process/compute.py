@@ -35,13 +35,16 @@ class _Item:
 
 
 class Compute:
-    """The engine's turn to compute. Work begins in the order it was asked for, and runs without autograd."""
+    """The engine's turn to compute. Work begins in the order it was asked for, and runs without autograd: on one
+    thread, as long as none waits in the middle."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(max_workers=MAX_WAITING, thread_name_prefix="compute")
         self._turn = threading.Condition()
         self._busy = False
         self._returning = 0
+        self._working = 0
+        """Threads that compute or want to, not those that are released."""
         self._items: deque[_Item] = deque()
         self._runs = 0
 
@@ -49,8 +52,9 @@ class Compute:
         """Run ``function`` on a compute thread and await its value."""
         self._runs += 1
         future: Future[T] = Future()
-        self._items.append(_Item(function, future))
-        self._pool.submit(self._serve)
+        with self._turn:
+            self._items.append(_Item(function, future))
+            self._hire()
         return await asyncio.wrap_future(future)
 
     @contextlib.contextmanager
@@ -58,11 +62,14 @@ class Compute:
         """Inside the block, on a compute thread, others may compute."""
         with self._turn:
             self._busy = False
+            self._working -= 1
+            self._hire()
             self._turn.notify_all()
         try:
             yield
         finally:
             with self._turn:
+                self._working += 1
                 self._returning += 1
                 self._turn.wait_for(lambda: not self._busy)
                 self._returning -= 1
@@ -80,19 +87,29 @@ class Compute:
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _serve(self) -> None:
-        """Take the turn, then whatever has waited longest."""
-        with self._turn:
-            self._turn.wait_for(lambda: not self._busy and not self._returning)
-            self._busy = True
-            item = self._items.popleft()
-        try:
-            if item.future.set_running_or_notify_cancel():
-                _carry_out(item)
-        finally:
+    def _hire(self) -> None:
+        """See that somebody does the work that waits. Called with the turn's lock."""
+        if self._items and not self._working:
+            self._working += 1
+            self._pool.submit(self._work)
+
+    def _work(self) -> None:
+        """Do what has waited longest, until nothing waits or another thread is there to do it."""
+        while True:
             with self._turn:
-                self._busy = False
-                self._turn.notify_all()
+                self._turn.wait_for(lambda: not self._busy and not self._returning)
+                if not self._items or self._working > 1:
+                    self._working -= 1
+                    return
+                self._busy = True
+                item = self._items.popleft()
+            try:
+                if item.future.set_running_or_notify_cancel():
+                    _carry_out(item)
+            finally:
+                with self._turn:
+                    self._busy = False
+                    self._turn.notify_all()
 
     def _trim_if_idle(self, runs: int) -> None:
         if runs == self._runs:

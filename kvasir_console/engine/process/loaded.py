@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import time
@@ -78,6 +79,8 @@ class Loaded:
         """Let go of requests, edges and the template's child process."""
         if self.ring is not None:
             self.ring.leave()
+        if self.router is not None:
+            self.router.close()
         if self.generator is not None:
             await self.generator.close()
 
@@ -216,7 +219,8 @@ async def _load_stage(
             digest_of=_digests_of(path),
             timeout_s=float(fields.get("dispatch_timeout_s", 10.0)),
             policy=policy,
-            released=compute.released,
+            # A ring's frames of one sequence may follow each other closely: they are computed one after the other.
+            released=contextlib.nullcontext if ring else compute.released,
             evidence_directory=Path(fields.get("evidence_directory") or runtime / "evidence"),
             on_quarantine=lambda facts: announce({"event": "quarantined", **facts}),
         )

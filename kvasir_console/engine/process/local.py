@@ -195,6 +195,7 @@ class LocalPipeline:
         started = time.perf_counter()
         if self._router is not None and self._router.live and tally.network.any():
             hidden = self._stage.forward(hidden, spans, self._router.expert_compute(tally))
+            tally.rest_local(len(self._stage.banks), self._stage.shape.n_expert_used)
         else:
             hidden = self._stage.forward(hidden, spans)
             tally.local_everywhere(self._pairs_per_row)

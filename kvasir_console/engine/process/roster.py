@@ -99,6 +99,10 @@ class Roster:
         self._live[key] = session
         return session
 
+    def layers(self) -> frozenset[int]:
+        """Layers of which somebody holds experts."""
+        return frozenset(held.layer for session in self for held in session.worker.slices)
+
     def hung(self, session: Session) -> None:
         """A request ran into its timeout."""
         self._hung.add(session.key)

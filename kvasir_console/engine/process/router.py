@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvasir_console.engine.experts import RemoteExperts
 from kvasir_console.engine.process import coverage
 from kvasir_console.engine.process.accounts import Accounts
 from kvasir_console.engine.process.examiner import Answered, Examiner, some_rows
@@ -168,6 +169,11 @@ class Router:
                 self._drop(session, "quarantined")
         return found
 
+    def close(self) -> None:
+        """End all sessions; workers dial again if there is something to serve."""
+        for session in self._roster:
+            self._drop(session, "the engine loads another model or leaves")
+
     @property
     def live(self) -> bool:
         """Whether any session is connected whose experts may be asked for now."""
@@ -191,7 +197,7 @@ class Router:
         def compute(layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
             return self._compute(layer, x, ids, weights, tally)
 
-        return compute
+        return RemoteExperts(compute, self._roster.layers())
 
     def _compute(
         self,

@@ -46,6 +46,10 @@ class StepTally:
         self.spent_s += spent_s
         self.waited_s += waited_s
 
+    def rest_local(self, layers: int, pairs_per_row: int) -> None:
+        """Of so many layers, those that no call came to were computed here whole."""
+        self._pairs[0] += pairs_per_row * (layers - len(self._seen))
+
     def local_everywhere(self, pairs_per_row: int) -> None:
         """Every row had this many pairs, all computed here."""
         self._pairs[0] += pairs_per_row

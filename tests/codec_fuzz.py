@@ -67,7 +67,7 @@ def legacy() -> Target:
                 assert decoder.buffered_bytes <= fed
             decoder.eof()
         except dispatch.DispatchError:
-            assert decoder.buffered_bytes == 0
+            assert decoder.buffered_bytes <= fed + len(piece)
 
     return Target("dispatch v1, v2, v2f16", (*samples, b"".join(samples)), read)
 

@@ -26,6 +26,8 @@ def run(arguments: argparse.Namespace) -> int:
     model = Path(arguments.model)
     if not model.suffix:
         model = catalogue.pull(arguments.model, Paths.from_environment().ensure())
+    if arguments.bench_command == "experts":
+        return _experts(arguments, model)
     report = asyncio.run(
         engine.run(
             model.absolute(),
@@ -38,6 +40,27 @@ def run(arguments: argparse.Namespace) -> int:
         )
     )
     print(json.dumps(report, indent=2) if arguments.json else _describe(report))
+    return ExitCode.OK
+
+
+def _experts(arguments: argparse.Namespace, model: Path) -> int:
+    from kvasir_console.bench import experts
+
+    if not 0 <= arguments.rtt_ms <= 1000 or not 1 <= arguments.streams <= 64 or arguments.layers_remote < 1:
+        raise UsageError("bad_shape", "--rtt-ms takes 0 to 1000, --streams 1 to 64, --layers-remote 1 or more.")
+    options = experts.Options(
+        model.absolute(),
+        pairs=arguments.pairs,
+        rtt_ms=arguments.rtt_ms,
+        streams=arguments.streams,
+        layers_remote=arguments.layers_remote,
+        threads=arguments.threads or psutil.cpu_count(logical=False) or 1,
+        kernels=arguments.kernels,
+        wire=arguments.wire,
+        seed=arguments.seed,
+    )
+    report = asyncio.run(experts.run(options, lambda line: print(line, file=sys.stderr, flush=True)))
+    print(json.dumps(report, indent=2) if arguments.json else experts.describe(report))
     return ExitCode.OK
 
 

@@ -47,7 +47,7 @@ from kvasir_console.relay.wire.control import Message
 log = logging.getLogger(__name__)
 
 LOG_LINES = 200
-DRAIN_S = 3.0
+DRAIN_S = 1.5
 """How long trunks are waited for when the node stops."""
 T = TypeVar("T")
 Listener = Callable[[NodeSnapshot], None]
@@ -220,7 +220,7 @@ class Node:
         if client is None or not self._uplinks or not isinstance(self._holding, ExpertHolding):
             return
         with contextlib.suppress(KvasirError, OSError):  # a timeout is one too
-            async with asyncio.timeout(DRAIN_S + 1):
+            async with asyncio.timeout(DRAIN_S + 0.5):
                 await client.call("drain", timeout_s=DRAIN_S)
 
     async def _participate(self) -> None:

@@ -158,7 +158,6 @@ class V3Link:
             for event in self._end.receive(data):
                 self._handle(event)
         except V3Error as error:
-            # What the worker said of itself explains more than that it then closed.
             raise ValueError(f"{error} ({error.reason})") from error
         finally:
             self._post()

@@ -47,7 +47,7 @@ from kvasir_console.relay.wire.control import Message
 log = logging.getLogger(__name__)
 
 LOG_LINES = 200
-DRAIN_S = 3.0
+DRAIN_S = 1.5
 """How long trunks are waited for when the node stops."""
 T = TypeVar("T")
 Listener = Callable[[NodeSnapshot], None]
@@ -220,7 +220,7 @@ class Node:
         if client is None or not self._uplinks or not isinstance(self._holding, ExpertHolding):
             return
         with contextlib.suppress(KvasirError, OSError):  # a timeout is one too
-            async with asyncio.timeout(DRAIN_S + 1):
+            async with asyncio.timeout(DRAIN_S + 0.5):
                 await client.call("drain", timeout_s=DRAIN_S)
 
     async def _participate(self) -> None:
@@ -278,15 +278,26 @@ class Node:
             if serve in ("auto", "experts"):
                 answer = await self._with_token(self._volunteer)
                 if not isinstance(answer, str):
-                    return ExpertHolding(answer, self.worker_id, self.wallet)
+                    more = await self._more_slices(answer) if "v3" in info.dispatch_wires else ()
+                    return ExpertHolding(answer, self.worker_id, self.wallet, more=more)
                 reason = answer
             self._enter(Phase.VOLUNTEERING, reason, f"The market is asked again every {self._config.node.poll_s:g} s.")
             await self._heartbeat(None, info)
             await self._pause(self._config.node.poll_s)
 
-    async def _volunteer(self, token: str) -> Assignment | str:
+    async def _volunteer(self, token: str, model: str = "") -> Assignment | str:
         node = self._config.node
-        return await self._market.volunteer(token, model=node.model, max_experts=min(node.max_experts, 64))
+        return await self._market.volunteer(token, model=model or node.model, max_experts=min(node.max_experts, 64))
+
+    async def _more_slices(self, first: Assignment) -> tuple[Assignment, ...]:
+        """Experts of further layers of the same model, as far as the market wants them held and the owner allows."""
+        taken = [first]
+        while len(taken) < self._config.node.max_slices:
+            answer = await self._with_token(lambda token: self._volunteer(token, first.model))
+            if isinstance(answer, str) or answer.model != first.model or answer.layer in {a.layer for a in taken}:
+                break
+            taken.append(answer)
+        return tuple(taken[1:])
 
     async def _fetch(self, holding: Holding) -> None:
         self._enter(Phase.DOWNLOADING, f"Fetching {holding.describe()}.")

@@ -191,7 +191,7 @@ class Bench:
 
     async def one(self, tokens: int, *, experts: str = "network") -> DoneEvent:
         """One stream of random prompt, without drafts."""
-        return await self._done(self._request(tokens, experts))
+        return await self.done(self._request(tokens, experts))
 
     def _request(self, tokens: int, experts: str) -> GenerateRequest:
         vocabulary = self.shape.n_vocab
@@ -200,7 +200,7 @@ class Bench:
             prompt_tokens=prompt, max_tokens=tokens, ignore_eos=True, speculation="off", experts=experts
         )
 
-    async def _done(self, request: GenerateRequest) -> DoneEvent:
+    async def done(self, request: GenerateRequest) -> DoneEvent:
         async for event in self.trunk.generate(request):
             if isinstance(event, DoneEvent):
                 return event
@@ -225,9 +225,9 @@ class Bench:
         done = await asyncio.gather(*(stream(request) for request in requests))
         begin, end = max(each[0] for each in times), min(each[-1] for each in times)
         tokens = sum(sum(begin < at <= end for at in each) for each in times)
-        return tokens / (end - begin), self._remote_share(done)
+        return tokens / (end - begin), self.remote_share(done)
 
-    def _remote_share(self, done: Sequence[DoneEvent]) -> float:
+    def remote_share(self, done: Sequence[DoneEvent]) -> float:
         """Of the remote layers' pairs."""
         pairs = sum(each.rows for each in done) * len(self.layers) * self.shape.n_expert_used
         return sum(each.pairs_remote for each in done) / pairs
@@ -298,7 +298,7 @@ async def _single(bench: Bench, report: dict[str, Any], bars: dict[str, bool]) -
             done = await bench.one(SINGLE_TOKENS, experts=experts)
             found[experts] = done.decode_ms / (SINGLE_TOKENS - 1)
             if experts == "network" and pair:
-                shares.append(bench._remote_share([done]))
+                shares.append(bench.remote_share([done]))
         if pair:
             here.append(found["local"])
             remote.append(found["network"])
@@ -355,7 +355,7 @@ async def _drafts(bench: Bench, report: dict[str, Any], bars: dict[str, bool]) -
     each: list[float] = []
     for prompt in texts:
         request = GenerateRequest(prompt_tokens=tuple(prompt), max_tokens=CONTINUED_TOKENS, ignore_eos=True)
-        done = await bench._done(request)
+        done = await bench.done(request)
         tokens += done.completion_tokens - 1
         steps += done.decode_steps
         each.append((done.completion_tokens - 1) / done.decode_steps)

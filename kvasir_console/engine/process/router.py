@@ -106,6 +106,8 @@ class Router:
         self._budget = HedgeBudget(self.policy.hedge_share)
         self._tasks: set[asyncio.Task[None]] = set()
         self.counters = Counters()
+        self.pairs_remote = {layer: np.zeros(bank.end - bank.begin, np.int64) for layer, bank in stage.banks.items()}
+        """By layer: pairs of each expert that a remote session computed. The banks count their own."""
 
     # -- sessions ---------------------------------------------------------------------------------------------------
 
@@ -229,6 +231,11 @@ class Router:
 
         for session in self._roster.probes(layer):
             self._probe(session, layer, x, pairs, total)
+        def remote(some: Pairs) -> None:
+            tally.count_remote(some.rows + step.start)
+            counts = self.pairs_remote[layer]
+            counts += np.bincount(some.ids - bank.begin, minlength=len(counts))
+
         if not parts:
             local(pairs)
             return total.result()
@@ -246,7 +253,7 @@ class Router:
             local,
             self._clock,
             self._released,
-            lambda some: tally.count_remote(some.rows + step.start),
+            remote,
             lambda some: tally.count_failovers(some.rows + step.start),
         )
         spent_s = self._clock() - waited

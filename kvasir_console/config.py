@@ -44,6 +44,8 @@ class NodeConfig:
     """Serve only this model (empty: whatever the market offers)."""
     max_experts: int = 64
     """Most experts to take in one assignment."""
+    max_slices: int = 1
+    """Most layers to hold experts of; more than one where the gateway speaks dispatch v3."""
     memory_budget_mib: int = 0
     """Most memory for weights (0: half of what is free)."""
     poll_s: float = 45.0
@@ -302,6 +304,7 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "network.redial_min_s": (0.1, 3600),
     "network.redial_max_s": (0.1, 3600),
     "node.max_experts": (1, math.inf),
+    "node.max_slices": (1, 8),
     "node.poll_s": (0.1, 120),
     "node.retry_s": (0.1, 3600),
     "engine.dispatch_timeout_s": (0.01, 3600),

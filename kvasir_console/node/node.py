@@ -50,7 +50,7 @@ from kvasir_console.relay.wire.preamble import Kind
 log = logging.getLogger(__name__)
 
 LOG_LINES = 200
-DRAIN_S = 3.0
+DRAIN_S = 1.5
 """How long trunks are waited for when the node stops."""
 QUICK_KINDS = (Kind.RING_NEXT, Kind.RING_PREV, Kind.ENTRY)
 QUICK_REDIAL_S = (0.25, 5.0)
@@ -87,7 +87,7 @@ class Node:
         self._state = phase.initial(time.time())
         self._holding: Holding | None = None
         self._verified: tuple[int, ...] | None = None
-        """Identity of the slice's file when it was verified."""
+        """Identity of the slice's files when they were verified."""
         self._uplinks: dict[Uplink, asyncio.Task[None]] = {}
         self._waiting: dict[Uplink, asyncio.Task[None]] = {}
         """A ring stage's sessions for workers (``star``): it serves whether or not any worker came."""
@@ -228,7 +228,7 @@ class Node:
         if client is None or not self._uplinks or not isinstance(self._holding, ExpertHolding):
             return
         with contextlib.suppress(KvasirError, OSError):  # a timeout is one too
-            async with asyncio.timeout(DRAIN_S + 1):
+            async with asyncio.timeout(DRAIN_S + 0.5):
                 await client.call("drain", timeout_s=DRAIN_S)
 
     async def _participate(self) -> None:
@@ -287,7 +287,8 @@ class Node:
             if serve in ("auto", "experts"):
                 answer = await self._with_token(self._volunteer)
                 if not isinstance(answer, str):
-                    return ExpertHolding(answer, self.worker_id, self.wallet)
+                    more = await self._more_slices(answer) if "v3" in info.dispatch_wires else ()
+                    return ExpertHolding(answer, self.worker_id, self.wallet, more=more)
                 reason = answer
             self._enter(Phase.VOLUNTEERING, reason, f"The market is asked again every {self._config.node.poll_s:g} s.")
             await self._heartbeat(None, info)
@@ -299,13 +300,23 @@ class Node:
         pin = self._paths.state / f"hub-key-{self._market.host.replace(':', '-')}"
         return choose_plan(plans, info.hub_key, self.wallet, pin)
 
-    async def _volunteer(self, token: str) -> Assignment | str:
+    async def _volunteer(self, token: str, model: str = "") -> Assignment | str:
         node = self._config.node
-        return await self._market.volunteer(token, model=node.model, max_experts=min(node.max_experts, 64))
+        return await self._market.volunteer(token, model=model or node.model, max_experts=min(node.max_experts, 64))
+
+    async def _more_slices(self, first: Assignment) -> tuple[Assignment, ...]:
+        """Experts of further layers of the same model, as far as the market wants them held and the owner allows."""
+        taken = [first]
+        while len(taken) < self._config.node.max_slices:
+            answer = await self._with_token(lambda token: self._volunteer(token, first.model))
+            if isinstance(answer, str) or answer.model != first.model or answer.layer in {a.layer for a in taken}:
+                break
+            taken.append(answer)
+        return tuple(taken[1:])
 
     async def _fetch(self, holding: Holding) -> None:
-        if holding.file is not None and self._verified == _identity(holding.file):
-            return  # the very file that was verified: only its engine was lost
+        if holding.fetched and self._verified == _identity(holding.fetched):
+            return  # the very files that were verified: only their engine was lost
         self._enter(Phase.DOWNLOADING, f"Fetching {holding.describe()}.")
         budget = hardware.budget_bytes(hardware.probe(self._config.engine.device), self._config.node.memory_budget_mib)
         try:
@@ -318,7 +329,7 @@ class Node:
             self._holding = None  # another slice may do better than the same one again
             raise
         else:
-            self._verified = None if holding.file is None else _identity(holding.file)
+            self._verified = _identity(holding.fetched)
         finally:
             self._download = None
 
@@ -561,13 +572,13 @@ class Node:
         self._wake.clear()
 
 
-def _identity(file: Path) -> tuple[int, ...] | None:
-    """Changes whenever the file's content may have."""
+def _identity(files: tuple[Path, ...]) -> tuple[int, ...] | None:
+    """Changes whenever the content of one of the files may have."""
     try:
-        status = file.stat()
+        found = [file.stat() for file in files]
     except OSError:
         return None
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+    return tuple(part for each in found for part in (each.st_dev, each.st_ino, each.st_size, each.st_mtime_ns))
 
 
 def _relay_view(state: UplinkState, now_s: float) -> RelayView:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import deque
@@ -68,7 +69,8 @@ class V3Session:
                 await answering  # it ends with the last answer
         except V3Error as error:
             self._end.last_words(error)
-            await self._send()
+            with contextlib.suppress(OSError):
+                await self._send()
             raise
         finally:
             answering.cancel()

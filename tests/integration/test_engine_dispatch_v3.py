@@ -143,7 +143,7 @@ def pushed(data: bytes) -> bytes:
 
 
 def unasked_error(data: bytes) -> bytes:
-    return data + struct.pack("<IBBHQH", 2, 4, 0, 0, 10**6, 8)
+    return data + struct.pack("<IBBHQH", 2, 4, 0, 0, 10**6, 7)
 
 
 @pytest.mark.parametrize("tamper", [replayed, pushed, unasked_error])

@@ -273,6 +273,21 @@ async def test_a_worker_that_fails_says_so_and_goes_on(
     assert np.array_equal(await worker.ask(bank.layer, asked), sums(bank, asked))
 
 
+async def test_a_session_that_cannot_answer_any_more_ends(
+    network: Network, bank: ExpertBank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = await network.worker()
+    (session,) = network.server._sessions
+
+    def broken(*_: object) -> None:
+        raise ConnectionResetError("the trunk's socket is gone")
+
+    monkeypatch.setattr(session._end, "answer", broken)
+    with pytest.raises(ConnectionResetError):
+        await asyncio.wait_for(worker.ask(bank.layer, request(bank, 1)), TIMEOUT_S)
+    assert not network.server._sessions
+
+
 async def test_a_cancelled_request_is_not_computed_and_frees_its_room(
     network: Network, bank: ExpertBank, compute: Compute
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import time
@@ -24,6 +25,7 @@ from kvasir_console.engine.process.budget import KvBudget, default_budget_bytes
 from kvasir_console.engine.process.compute import Compute
 from kvasir_console.engine.process.expert_server import ExpertServer
 from kvasir_console.engine.process.generate import Generator
+from kvasir_console.engine.process.groups import Groups
 from kvasir_console.engine.process.local import LocalPipeline
 from kvasir_console.engine.process.pipeline import Pipeline
 from kvasir_console.engine.process.ring import RingConfig, RingNode
@@ -77,6 +79,8 @@ class Loaded:
         """Let go of requests, edges and the template's child process."""
         if self.ring is not None:
             self.ring.leave()
+        if self.router is not None:
+            self.router.close()
         if self.generator is not None:
             await self.generator.close()
 
@@ -203,6 +207,7 @@ async def _load_stage(
     loaded = Loaded(info=info, stage=stage)
     digest = bytes.fromhex(info["model_digest"])
     pipeline: Pipeline
+    policy = Policy.parse(fields.get("dispatch_policy") or {})
     ring = fields.get("ring")
     if stage.banks or not ring:
         # Whoever holds a MoE layer owns its router, a ring's stage as much as a trunk.
@@ -213,7 +218,9 @@ async def _load_stage(
             dtype=Dtype[str(fields.get("dispatch_dtype", "f32")).upper()],
             digest_of=_digests_of(path),
             timeout_s=float(fields.get("dispatch_timeout_s", 10.0)),
-            policy=Policy.parse(fields.get("dispatch_policy") or {}),
+            policy=policy,
+            # A ring's frames of one sequence may follow each other closely: they are computed one after the other.
+            released=contextlib.nullcontext if ring else compute.released,
             evidence_directory=Path(fields.get("evidence_directory") or runtime / "evidence"),
             on_quarantine=lambda facts: announce({"event": "quarantined", **facts}),
         )
@@ -221,7 +228,7 @@ async def _load_stage(
         loaded.ring = RingNode(RingConfig(**ring), stage, digest, compute, budget, loaded.router)
         pipeline = RingPipeline(loaded.ring, stage, compute)
     elif stage.first and stage.last:
-        pipeline = LocalPipeline(stage, compute, budget, loaded.router)
+        pipeline = LocalPipeline(stage, compute, budget, loaded.router, Groups(policy.groups))
     else:
         raise ModelError(
             "window_without_ring",

@@ -97,8 +97,11 @@ More = Callable[[list[Outcome]], list[Feed]]
 class Pipeline(Protocol):
     """Where a scheduler's sequences are computed."""
 
-    depth: int
-    """How many steps, of different sequences, may be under way at once."""
+    @property
+    def depth(self) -> int:
+        """How many steps, of different sequences, may be under way at once; it may change between steps."""
+        ...
+
     interruptible: bool
     """Whether ``close`` may be called while a step holds the sequence."""
 

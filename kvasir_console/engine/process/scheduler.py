@@ -226,6 +226,8 @@ class Scheduler:
                 if self._pipeline.depth > 1:
                     self._start_steps()
                     await self._wake.wait()
+                elif self._steps:  # the pipeline has become shallower
+                    await self._wake.wait()
                 elif feeds := self._feeds():
                     await self._step(feeds)
                 else:
@@ -356,7 +358,7 @@ class Scheduler:
             nonlocal batch, started
             over = self._account(batch, outcomes, self._clock() - started)
             loop.call_soon_threadsafe(_flush, [each.request for each, _ in batch if each in self._running])
-            if over or self._wake.is_set() or self._pipeline.depth > 1:
+            if over or self._wake.is_set() or self._pipeline.depth > 1 or self._steps:
                 return []
             batch, started = self._feeds(), self._clock()
             return [feed for _, feed in batch]

@@ -256,7 +256,8 @@ class Node:
                 pin = self._paths.state / f"hub-key-{self._market.host.replace(':', '-')}"
                 plan = choose_plan(plans, info.hub_key, self.wallet, pin)
                 if plan is not None:
-                    return RingHolding(plan, self.wallet, self._config.engine.context_length)
+                    engine = self._config.engine
+                    return RingHolding(plan, self.wallet, engine.context_length, engine.kv_budget_bytes)
             reason = "No signed plan names this wallet."
             if serve in ("auto", "experts"):
                 answer = await self._with_token(self._volunteer)

@@ -17,7 +17,8 @@ from kvasir_console.engine.checkpoint.shape import ModelShape
 from kvasir_console.engine.choice import choose
 from kvasir_console.engine.experts import ExpertBank
 from kvasir_console.engine.forms import Forms
-from kvasir_console.engine.process.budget import KvBudget, default_budget_bytes
+from kvasir_console.engine.kvcache import BLOCK_ROWS
+from kvasir_console.engine.process.budget import budget_of
 from kvasir_console.engine.process.compute import Compute
 from kvasir_console.engine.process.expert_server import ExpertServer
 from kvasir_console.engine.process.generate import Generator
@@ -160,8 +161,12 @@ async def _load_stage(
         "tensor_count": len(stage.tensor_names),
         "load_s": time.monotonic() - started,
     }
-    budget = KvBudget(int(fields.get("kv_budget_bytes") or 0) or default_budget_bytes(options.device))
-    info |= {"kv_budget_bytes": budget.total_bytes, "kv_type": options.kv_type}
+    budget = budget_of(int(fields.get("kv_budget_bytes") or 0), options.device, int(fields.get("kv_sharers") or 1))
+    info |= {
+        "kv_budget_bytes": budget.total_bytes,
+        "kv_tokens": budget.total_bytes // stage.cache_bytes(BLOCK_ROWS) * BLOCK_ROWS,
+        "kv_type": options.kv_type,
+    }
     loaded = Loaded(info=info, stage=stage)
     digest = bytes.fromhex(info["model_digest"])
     pipeline: Pipeline

@@ -23,12 +23,14 @@ from kvasir_console.node.gateway.backends import Backend, Event
 from kvasir_console.node.gateway.chatrequest import DEFAULT_MAX_TOKENS, ChatRequest, ParameterError, parse_chat
 from kvasir_console.node.gateway.generation import Generation, Generations
 from kvasir_console.node.gateway.identity import Identity
-from kvasir_console.node.gateway.slots import BusyError, Slots
+from kvasir_console.node.gateway.slots import RETRY_AFTER_WAITED_S, BusyError, Slots
 from kvasir_console.node.gateway.web import MAX_DETAIL_CHARACTERS, error_type, read_json, status_of
 
 log = logging.getLogger(__name__)
 
 ENGINE_NAME = "kvasir-console"
+BUSY_CODES = frozenset({"queue_full", "queue_timeout", "kv_budget_full", "ring_busy"})
+"""An engine's refusals that say: not now."""
 
 
 class OpenAI:
@@ -235,18 +237,20 @@ class _EventStream(StreamingResponse):
 
 
 async def _fit(backend: Backend, chat: ChatRequest) -> tuple[int, int]:
-    """(prompt tokens, most tokens to generate). Raises ``RequestError`` for what the context cannot hold."""
-    context = await backend.context_length()
+    """(prompt tokens, most tokens to generate). Raises ``RequestError`` for what can never be held here."""
+    limits = await backend.limits()
     prompt = await backend.count_tokens(chat.prompt, chat.messages)
-    room = context - prompt
+    room = min(limits.context_length, limits.kv_tokens) - prompt
     wanted = chat.max_tokens if chat.max_tokens is not None else max(1, min(DEFAULT_MAX_TOKENS, room))
-    if wanted > room:
-        raise RequestError(
-            "context_length_exceeded",
-            f"This model's context holds {context} tokens; the prompt has {prompt} and {wanted} more are asked for.",
-            "Shorten the prompt or lower max_tokens.",
-        )
-    return prompt, wanted
+    if wanted <= room:
+        return prompt, wanted
+    asked = f"the prompt has {prompt} and {wanted} more are asked for."
+    hint = "Shorten the prompt or lower max_tokens."
+    if prompt + wanted > limits.context_length:
+        holds = f"This model's context holds {limits.context_length} tokens"
+        raise RequestError("context_length_exceeded", f"{holds}; {asked}", hint)
+    holds = f"The memory for this model's keys and values holds {limits.kv_tokens} tokens"
+    raise RequestError("kv_budget_exceeded", f"{holds}; {asked}", hint)
 
 
 async def _left(request: Request) -> None:
@@ -283,9 +287,9 @@ def _failure(error: KvasirError) -> Response:
     """What the caller can change keeps its status; everything behind the gateway is one 503 (contract 6.3)."""
     headers: dict[str, str] = {}
     status, code, kind = status_of(error), error.code, ""
-    if isinstance(error, BusyError):
-        headers["retry-after"] = str(error.retry_after_s)
-        kind = "ring_busy"
+    if isinstance(error, BusyError) or code in BUSY_CODES:
+        headers["retry-after"] = str(error.retry_after_s if isinstance(error, BusyError) else RETRY_AFTER_WAITED_S)
+        status, code, kind = 503, "ring_busy", "ring_busy"
     elif status >= 500:
         log.warning("a chat request failed: %s", error)
         status, code, kind = 503, "ring_recovering", "hub_unavailable"

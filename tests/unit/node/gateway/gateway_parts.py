@@ -19,7 +19,7 @@ from kvasir_console.engine.process.client import DoneEvent, GenerateRequest, Tok
 from kvasir_console.errors import KvasirError
 from kvasir_console.node.gateway.app import make_app
 from kvasir_console.node.gateway.authority import HubAuthority
-from kvasir_console.node.gateway.backends import Backend, BackendInfo, Event
+from kvasir_console.node.gateway.backends import Backend, BackendInfo, Event, Limits
 from kvasir_console.node.gateway.catalog import CatalogModel, Slices, read_catalog
 from kvasir_console.node.gateway.census import Census
 from kvasir_console.node.gateway.generation import Generations
@@ -88,6 +88,7 @@ class ScriptedBackend:
     texts: Sequence[str] = ("Par", "is", ".")
     tail: str = ""
     context: int = 64
+    kv_tokens: int = 0
     prompt_tokens: int = 5
     ready: bool = True
     finish_reason: str = "stop"
@@ -100,8 +101,8 @@ class ScriptedBackend:
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
     requests: list[GenerateRequest] = field(default_factory=list)
 
-    async def context_length(self) -> int:
-        return self.context
+    async def limits(self) -> Limits:
+        return Limits(self.context, self.kv_tokens or self.context)
 
     async def count_tokens(self, prompt: str | None, messages: tuple[dict[str, Any], ...] | None) -> int:
         return self.prompt_tokens

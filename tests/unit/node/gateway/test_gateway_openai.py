@@ -198,6 +198,30 @@ async def test_the_context_is_checked_before_anything_runs(tmp_path: Path) -> No
             await client.chat.completions.create(model="m1", messages=HELLO)
 
 
+async def test_memory_for_keys_and_values_is_checked_before_anything_runs(tmp_path: Path) -> None:
+    backend = scripted(context=20, kv_tokens=12, prompt_tokens=5)
+    async with gateway(tmp_path, [backend]) as served, sdk(served) as client:
+        for max_tokens, code, number in ((8, "kv_budget_exceeded", "12"), (16, "context_length_exceeded", "20")):
+            with pytest.raises(openai.BadRequestError) as caught:
+                await client.chat.completions.create(model="m1", messages=HELLO, max_tokens=max_tokens)
+            assert caught.value.code == code
+            assert number in caught.value.message
+        assert backend.requests == []
+        await client.chat.completions.create(model="m1", messages=HELLO)  # no limit asked for: what fits
+        assert backend.requests[0].max_tokens == 7
+
+
+@pytest.mark.parametrize("code", ["queue_full", "queue_timeout", "kv_budget_full"])
+async def test_an_engine_that_is_full_is_busy_not_broken(tmp_path: Path, code: str) -> None:
+    backend = scripted(fail_at=0, error=EngineError(code, "Others have the memory."))
+    async with gateway(tmp_path, [backend]) as served:
+        reply = await served.client.post(CHAT, json={"model": "m1", "messages": HELLO})
+        error = reply.json()["error"]
+        assert (reply.status_code, reply.headers["retry-after"]) == (503, "10")
+        assert (error["type"], error["code"]) == ("ring_busy", "ring_busy")
+        assert "Others have the memory." in error["message"]
+
+
 async def test_a_refused_parameter_is_named(tmp_path: Path) -> None:
     async with gateway(tmp_path, [scripted()]) as served:
         reply = await served.client.post(CHAT, json={"model": "m1", "messages": HELLO, "n": 2})

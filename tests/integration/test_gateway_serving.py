@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
 from kvasir_console.config import Config, EngineConfig, GatewayConfig, ServedModel
-from kvasir_console.engine.process.client import EngineClient
+from kvasir_console.engine.process.client import DoneEvent, EngineClient, GenerateRequest, TokenEvent
 from kvasir_console.node.gateway.service import GatewayService
 from kvasir_console.paths import Paths
 
@@ -113,3 +114,102 @@ async def test_a_client_that_leaves_the_queue_takes_nothing(model: Path, tmp_pat
 
         await until(all_is_back)
         assert (await served.ask(max_tokens=5)).status_code == 200
+
+
+def sdk(served: Served, **fields: Any) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"{served.url}/v1", **{"api_key": "none", "max_retries": 0, **fields})
+
+
+async def test_the_official_client_gets_what_the_engine_can_do(model: Path, tmp_path: Path) -> None:
+    """Whole and streamed; the engine itself, asked on its own socket, is the reference."""
+    options: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9, "seed": 7, "max_tokens": 24}
+    options |= {"presence_penalty": 0.5, "frequency_penalty": 0.25, "logprobs": True, "top_logprobs": 3}
+    extra = {"top_k": 30, "min_p": 0.01, "repetition_penalty": 1.1, "penalty_last_n": 32, "ignore_eos": True}
+    request = GenerateRequest(
+        messages=tuple(HELLO),
+        max_tokens=24,
+        temperature=0.8,
+        top_p=0.9,
+        seed=7,
+        presence_penalty=0.5,
+        frequency_penalty=0.25,
+        top_k=30,
+        min_p=0.01,
+        repetition_penalty=1.1,
+        penalty_last_n=32,
+        ignore_eos=True,
+        logprobs=3,
+    )
+    async with gateway(tmp_path, model) as served, sdk(served) as client:
+        *tokens, done = [event async for event in served.engine.generate(request)]
+        assert isinstance(done, DoneEvent)
+        reply = await client.chat.completions.create(model=MODEL, messages=HELLO, extra_body=extra, **options)
+        stream = await client.chat.completions.create(
+            model=MODEL, messages=HELLO, extra_body=extra, stream=True, **options
+        )
+        chunks = [chunk async for chunk in stream]
+        stop = done.text[8:11]
+        stopped = await client.chat.completions.create(
+            model=MODEL, messages=HELLO, extra_body=extra, stop=[stop], **options
+        )
+    choice = reply.choices[0]
+    assert (choice.message.content, choice.finish_reason) == (done.text, "length")
+    assert choice.logprobs is not None
+    entries = choice.logprobs.content or []
+    for entry, event in zip(entries, tokens, strict=True):
+        assert isinstance(event, TokenEvent)
+        assert event.logprob is not None
+        assert (entry.logprob, tuple(entry.bytes or ())) == (event.logprob.logprob, event.logprob.piece)
+        assert [each.logprob for each in entry.top_logprobs] == [each.logprob for each in event.top or ()]
+        assert entry.logprob <= entry.top_logprobs[0].logprob <= 0
+        assert [each.logprob for each in entry.top_logprobs] == sorted(
+            (each.logprob for each in entry.top_logprobs), reverse=True
+        )
+    parts = [choice for chunk in chunks for choice in chunk.choices]
+    assert "".join(part.delta.content or "" for part in parts) == done.text
+    assert [entry for part in parts if part.logprobs for entry in part.logprobs.content or ()] == entries
+    assert chunks[-1].usage == reply.usage
+    assert (stopped.choices[0].message.content, stopped.choices[0].finish_reason) == (
+        done.text[: done.text.index(stop)],
+        "stop",
+    )
+
+
+async def test_each_parameter_changes_the_answer(model: Path, tmp_path: Path) -> None:
+    async with gateway(tmp_path, model) as served:
+
+        async def text(**fields: Any) -> str:
+            content = (await served.ask(max_tokens=60, **fields)).json()["choices"][0]["message"]["content"]
+            return str(content)
+
+        greedy = await text()
+        assert await text() == greedy
+        for field, value in (("presence_penalty", 2), ("frequency_penalty", 2), ("repetition_penalty", 1.5)):
+            assert await text(**{field: value}) != greedy
+            assert await text(**{field: value}, penalty_last_n=0) == greedy
+        warm = {"temperature": 2.0, "seed": 5}
+        for narrow in ({"top_k": 1}, {"min_p": 1.0}, {"top_p": 0.0}):
+            assert await text(**warm, **narrow) == greedy
+        assert await text(**warm) == await text(**warm) != greedy
+        assert await text(**warm) != await text(temperature=2.0, seed=6)
+
+
+async def test_a_conversation_reuses_its_own_prefix_and_says_so(model: Path, tmp_path: Path) -> None:
+    long: list[Any] = [{"role": "user", "content": "the inner thread of the weather in there " * 20}]
+    async with gateway(tmp_path, model) as served, sdk(served) as client, sdk(served, api_key="other") as other:
+
+        async def cached(asker: openai.AsyncOpenAI, **fields: Any) -> int:
+            reply = await asker.chat.completions.create(model=MODEL, messages=long, max_tokens=4, **fields)
+            assert reply.usage is not None
+            assert reply.usage.prompt_tokens_details is not None
+            return reply.usage.prompt_tokens_details.cached_tokens or 0
+
+        assert [await cached(client, prompt_cache_key="talk") for _ in range(2)] == [0, 512]
+        assert await cached(client, user="talk") == 0  # another kind of name
+        assert await cached(other, prompt_cache_key="talk") == 0
+        assert await cached(client) == 0  # those without a name share theirs with each other only
+        assert await cached(other) == 512
+        for field, value in (("min_p", 2), ("top_k", -5), ("repetition_penalty", 0)):
+            with pytest.raises(openai.BadRequestError) as refused:
+                await cached(client, extra_body={field: value})
+            assert (refused.value.param, refused.value.code) == (field, "invalid_value")

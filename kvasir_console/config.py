@@ -56,6 +56,9 @@ class NodeConfig:
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     device: str = "cpu"
+    """Where layers are held and computed, as torch names it: ``cpu``, ``cuda``, ``cuda:1``, ``mps``."""
+    expert_device: str = ""
+    """Where routed experts are, if not there: ``cpu`` keeps them in memory beside a small accelerator."""
     threads: int = 0
     """Compute threads (0: one for each physical core)."""
     kernels: str = "auto"

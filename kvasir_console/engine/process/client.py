@@ -209,8 +209,9 @@ class EngineClient:
         info: Message = (await self.call("info"))["info"]
         return info
 
-    async def stats(self) -> Message:
-        return await self.call("stats")
+    async def stats(self, *, experts: bool = False) -> Message:
+        """The process's counters; with ``experts`` also how often each expert was chosen, layer by layer."""
+        return await self.call("stats", **({"experts": True} if experts else {}))
 
     async def coverage(self) -> list[Message]:
         sessions: list[Message] = (await self.call("coverage"))["sessions"]

@@ -61,7 +61,7 @@ constexpr int TILE_ROWS = 8, NARROW = 2, WIDE_ROWS = 4, WIDE = 4;
 constexpr int TILE_ROWS = 6, NARROW = 1, WIDE_ROWS = 3, WIDE = 2;
 #endif
 constexpr int TILE_VALUES = 4096;  // weights decoded at a time: with the rows of a tile, they fit the first cache
-constexpr int ROW_BLOCK = 240;     // rows at a time: a piece of them fits the second
+constexpr int ROW_BLOCK = 128;     // rows at a time: a piece of them fits the second
 
 // ---- One row --------------------------------------------------------------------------------------------------------
 

@@ -106,6 +106,8 @@ class Router:
         self._budget = HedgeBudget(self.policy.hedge_share)
         self._tasks: set[asyncio.Task[None]] = set()
         self.counters = Counters()
+        self.pairs_remote = {layer: np.zeros(bank.end - bank.begin, np.int64) for layer, bank in stage.banks.items()}
+        """By layer: pairs of each expert that a remote session computed. The banks count their own."""
 
     # -- sessions ---------------------------------------------------------------------------------------------------
 
@@ -227,6 +229,10 @@ class Router:
             tally.count_local(some.rows + step.start)
             total.local(bank, x, some)
 
+        def remote(some: Pairs) -> None:
+            tally.count_remote(some.rows + step.start)
+            self.pairs_remote[layer] += np.bincount(some.ids - bank.begin, minlength=bank.end - bank.begin)
+
         for session in self._roster.probes(layer):
             self._probe(session, layer, x, pairs, total)
         if not parts:
@@ -246,7 +252,7 @@ class Router:
             local,
             self._clock,
             self._released,
-            lambda some: tally.count_remote(some.rows + step.start),
+            remote,
             lambda some: tally.count_failovers(some.rows + step.start),
         )
         spent_s = self._clock() - waited

@@ -131,10 +131,10 @@ class V3Session:
             await self._send()
 
     async def _answer(self, asked: Asked) -> None:
-        bank = self._slices[asked.slice].bank
+        served = self._slices[asked.slice]
         started = time.monotonic()
         try:
-            sums = await self._compute.run(lambda: expert_reply(bank, asked.request))
+            sums = await self._compute.run(lambda: expert_reply(served.bank, asked.request, served.held.begin))
         except Exception as error:
             log.exception("a dispatch request failed")
             self._end.fail(asked.request_id, ErrorCode.INTERNAL, f"the worker failed: {type(error).__name__}")

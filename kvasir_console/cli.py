@@ -235,7 +235,7 @@ def _bench_parser(parser: argparse.ArgumentParser) -> None:
     experts.add_argument("--layers-remote", type=int, default=1, metavar="N")
     experts.add_argument("--threads", type=int, default=0, metavar="N", help="of each engine (0: physical cores)")
     experts.add_argument("--kernels", default="auto", help="auto, native, eager or reference")
-    experts.add_argument("--wire", default="v2", choices=("v1", "v2", "v2f16"))
+    experts.add_argument("--wire", default="v3", choices=("v1", "v2", "v2f16", "v3"))
     experts.add_argument("--seed", type=int, default=0, metavar="N")
     experts.add_argument("--json", action="store_true")
     relay = commands.add_parser("relay", help="what the relay adds to a remote layer, and how much it carries")

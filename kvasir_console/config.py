@@ -44,6 +44,8 @@ class NodeConfig:
     """Serve only this model (empty: whatever the market offers)."""
     max_experts: int = 64
     """Most experts to take in one assignment."""
+    max_slices: int = 1
+    """Most layers to hold experts of; more than one where the gateway speaks dispatch v3."""
     memory_budget_mib: int = 0
     """Most memory for weights (0: half of what is free)."""
     poll_s: float = 45.0
@@ -56,6 +58,9 @@ class NodeConfig:
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     device: str = "cpu"
+    """Where layers are held and computed, as torch names it: ``cpu``, ``cuda``, ``cuda:1``, ``mps``."""
+    expert_device: str = ""
+    """Where routed experts are, if not there: ``cpu`` keeps them in memory beside a small accelerator."""
     threads: int = 0
     """Compute threads (0: one for each physical core)."""
     kernels: str = "auto"
@@ -63,10 +68,18 @@ class EngineConfig:
     (plain torch) or ``reference`` (exact single precision, slow)."""
     kv_type: str = "f32"
     """A cached key or value: ``f32``, ``f16``, ``bf16`` or ``q8_0``, smaller and a little less exact in this order."""
+    kv_budget_mib: int = 0
+    """Most memory for the keys and values of one model's requests; who does not fit in it waits (0: half of what is
+    free when the model is loaded; models of one gateway share that half)."""
     context_length: int = 0
     """Longest request in tokens (0: the model's own, capped at 8192)."""
     dispatch_timeout_s: float = 10.0
     """How long the router waits for a remote expert before it computes the pairs itself."""
+
+    @property
+    def kv_budget_bytes(self) -> int:
+        """``kv_budget_mib`` in bytes."""
+        return self.kv_budget_mib * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,6 +315,7 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "network.redial_min_s": (0.1, 3600),
     "network.redial_max_s": (0.1, 3600),
     "node.max_experts": (1, math.inf),
+    "node.max_slices": (1, 8),
     "node.poll_s": (0.1, 120),
     "node.retry_s": (0.1, 3600),
     "engine.dispatch_timeout_s": (0.01, 3600),

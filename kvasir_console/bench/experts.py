@@ -66,7 +66,7 @@ class Options:
     layers_remote: int = 1
     threads: int = 2
     kernels: str = "auto"
-    wire: str = "v2"
+    wire: str = "v3"
     seed: int = 0
 
 
@@ -140,7 +140,7 @@ class Bench:
         try:
             async with asyncio.timeout(_OPEN_S):
                 await self.caller.ask("join")
-                await self.connected()
+                await self._connected()
         except TimeoutError:
             raise NetworkError("bench_session", f"The sessions did not open: {await node.ask('state')}.") from None
 
@@ -160,7 +160,16 @@ class Bench:
         finally:
             await child.stop()
 
-    async def _load_trunk(self) -> dict[str, Any]:
+    async def groups(self, count: int) -> None:
+        """Put streams into so many groups from now on; 0 lets the trunk choose."""
+        await self._load_trunk(count)
+        try:
+            async with asyncio.timeout(_OPEN_S):
+                await self._connected()
+        except TimeoutError:
+            raise NetworkError("bench_session", "The sessions did not come back after a load.") from None
+
+    async def _load_trunk(self, groups: int = 0) -> dict[str, Any]:
         return await self.trunk.load(
             path=str(self.options.model),
             model="bench",
@@ -168,11 +177,11 @@ class Bench:
             layers=[0, self.shape.n_layer],
             context_length=CONTEXT,
             dispatch_wire=self.options.wire,
-            dispatch_policy={"seed": self.options.seed},
+            dispatch_policy={"seed": self.options.seed, "groups": groups},
         )
 
-    async def connected(self) -> None:
-        while sum(each["connected"] for each in await self.trunk.coverage()) < len(self.layers):
+    async def _connected(self) -> None:
+        while sum(each["connected"] for each in await self.trunk.coverage()) < len(self.layers):  # noqa: ASYNC110
             await asyncio.sleep(0.05)
 
     async def link(self, rtt_ms: float) -> None:
@@ -180,13 +189,9 @@ class Bench:
         await self.links.set("node", rtt_ms=rtt_ms)
         await self.one(WARM_TOKENS)
 
-    async def groups(self, count: int) -> None:
-        """Put streams into so many groups; 0 lets the trunk choose."""
-        await self.trunk.call("groups", count=count)
-
     async def one(self, tokens: int, *, experts: str = "network") -> DoneEvent:
         """One stream of random prompt, without drafts."""
-        return await self._done(self._request(tokens, experts))
+        return await self.done(self._request(tokens, experts))
 
     def _request(self, tokens: int, experts: str) -> GenerateRequest:
         vocabulary = self.shape.n_vocab
@@ -195,7 +200,7 @@ class Bench:
             prompt_tokens=prompt, max_tokens=tokens, ignore_eos=True, speculation="off", experts=experts
         )
 
-    async def _done(self, request: GenerateRequest) -> DoneEvent:
+    async def done(self, request: GenerateRequest) -> DoneEvent:
         async for event in self.trunk.generate(request):
             if isinstance(event, DoneEvent):
                 return event
@@ -220,9 +225,9 @@ class Bench:
         done = await asyncio.gather(*(stream(request) for request in requests))
         begin, end = max(each[0] for each in times), min(each[-1] for each in times)
         tokens = sum(sum(begin < at <= end for at in each) for each in times)
-        return tokens / (end - begin), self._remote_share(done)
+        return tokens / (end - begin), self.remote_share(done)
 
-    def _remote_share(self, done: Sequence[DoneEvent]) -> float:
+    def remote_share(self, done: Sequence[DoneEvent]) -> float:
         """Of the remote layers' pairs."""
         pairs = sum(each.rows for each in done) * len(self.layers) * self.shape.n_expert_used
         return sum(each.pairs_remote for each in done) / pairs
@@ -293,7 +298,7 @@ async def _single(bench: Bench, report: dict[str, Any], bars: dict[str, bool]) -
             done = await bench.one(SINGLE_TOKENS, experts=experts)
             found[experts] = done.decode_ms / (SINGLE_TOKENS - 1)
             if experts == "network" and pair:
-                shares.append(bench._remote_share([done]))
+                shares.append(bench.remote_share([done]))
         if pair:
             here.append(found["local"])
             remote.append(found["network"])
@@ -310,17 +315,18 @@ async def _single(bench: Bench, report: dict[str, Any], bars: dict[str, bool]) -
 
 async def _aggregate(bench: Bench, report: dict[str, Any], bars: dict[str, bool]) -> None:
     options = bench.options
-    await bench.link(0.0)
     rates: dict[int, float] = {}
     for count in GROUPS:
         await bench.groups(count)
+        await bench.link(0.0)
         rates[count] = median([(await bench.aggregate())[0] for _ in range(3)]).median
-    best = max(rates, key=lambda count: rates[count])
     bench.say(f"zero RTT, tokens a second by groups: {', '.join(f'{n}: {rate:.0f}' for n, rate in rates.items())}")
-    near, far, shares = [], [], []
+    await bench.groups(0)
+    near: list[float] = []
+    far: list[float] = []
+    shares: list[float] = []
     for pair in range(options.pairs + 1):
         for rtt_ms in (0.0, options.rtt_ms) if pair % 2 else (options.rtt_ms, 0.0):
-            await bench.groups(0 if rtt_ms else best)
             await bench.link(rtt_ms)
             rate, share = await bench.aggregate()
             if pair:
@@ -349,7 +355,7 @@ async def _drafts(bench: Bench, report: dict[str, Any], bars: dict[str, bool]) -
     each: list[float] = []
     for prompt in texts:
         request = GenerateRequest(prompt_tokens=tuple(prompt), max_tokens=CONTINUED_TOKENS, ignore_eos=True)
-        done = await bench._done(request)
+        done = await bench.done(request)
         tokens += done.completion_tokens - 1
         steps += done.decode_steps
         each.append((done.completion_tokens - 1) / done.decode_steps)

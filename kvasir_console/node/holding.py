@@ -51,17 +51,27 @@ def session_name(worker_id: str) -> str:
 
 @dataclass(slots=True)
 class ExpertHolding:
-    """Experts [begin, end) of one MoE layer, assigned by the market."""
+    """Experts [begin, end) of one MoE layer, assigned by the market; on dispatch v3 of further layers too."""
 
     assignment: Assignment
     worker_id: str
     wallet: str
     file: Path | None = None
     info: Mapping[str, Any] = field(default_factory=dict)
+    more: tuple[Assignment, ...] = ()
+    """Of the same model, each of another layer. Those that do not fit are given up when they are fetched."""
+    files: tuple[Path, ...] = ()
+    """Of ``more``."""
+
+    @property
+    def assignments(self) -> tuple[Assignment, ...]:
+        return (self.assignment, *self.more)
 
     def describe(self) -> str:
         a = self.assignment
-        return f"experts {a.begin} to {a.end - 1} of layer {a.layer} of {a.model}"
+        first = f"experts {a.begin} to {a.end - 1} of layer {a.layer}"
+        others = "".join(f", {each.begin} to {each.end - 1} of layer {each.layer}" for each in self.more)
+        return f"{first}{others} of {a.model}"
 
     def view(self) -> SliceView:
         a = self.assignment
@@ -79,15 +89,31 @@ class ExpertHolding:
     async def fetch(
         self, client: httpx.AsyncClient, token: str, directory: Path, budget_bytes: int, progress: Progress
     ) -> None:
-        self.file = await fetch_expert_shard(
-            client, token, directory, self.assignment, budget_bytes=budget_bytes, progress=progress
-        )
+        fetched: list[tuple[Assignment, Path]] = []
+        for each in self.assignments:
+            try:
+                file = await fetch_expert_shard(
+                    client, token, directory, each, budget_bytes=budget_bytes, progress=progress
+                )
+            except SystemResourceError:
+                if not fetched:
+                    raise
+                break  # what was fetched is enough to serve
+            budget_bytes -= file.stat().st_size
+            fetched.append((each, file))
+        (_, self.file), *others = fetched
+        self.more, self.files = tuple(each for each, _ in others), tuple(file for _, file in others)
 
     async def load(self, client: EngineClient, progress: Progress) -> None:
         a = self.assignment
-        self.info = await client.load(
-            progress, path=str(self.file), model=a.model, role="experts", layer=a.layer, experts=[a.begin, a.end]
-        )
+        files = (self.file, *self.files)
+        slices = [
+            {"path": str(file), "layer": each.layer, "experts": [each.begin, each.end]}
+            for each, file in zip(self.assignments, files, strict=True)
+        ]
+        # One slice is named as it always was.
+        fields = slices[0] if len(slices) == 1 else {"slices": slices}
+        self.info = await client.load(progress, model=a.model, role="experts", **fields)
         if self.info["n_embd"] != a.n_embd:
             raise NetworkError(
                 "assignment_mismatch",
@@ -99,7 +125,7 @@ class ExpertHolding:
         a = self.assignment
         return {
             "model": a.model,
-            "segments": [[a.layer, a.begin, a.end]],
+            "segments": [[each.layer, each.begin, each.end] for each in self.assignments],
             "n_layer": a.n_layer,
             "n_expert": a.n_expert,
             "url": f"relay:{session_name(self.worker_id)}",
@@ -118,6 +144,7 @@ class ExpertHolding:
             begin=a.begin,
             end=a.end,
             wires=wires_named(WIRE_NAMES),
+            more=tuple((each.layer, each.begin, each.end) for each in self.more),
         )
         return [RelaySession(name, expert_url(gateway, name), preamble)]
 
@@ -129,6 +156,7 @@ class RingHolding:
     plan: Plan
     wallet: str
     context_length: int
+    kv_budget_bytes: int = 0
     file: Path | None = None
     info: Mapping[str, Any] = field(default_factory=dict)
 
@@ -181,6 +209,7 @@ class RingHolding:
             role="stage",
             layers=[stage.begin, stage.end],
             context_length=self.context_length,
+            kv_budget_bytes=self.kv_budget_bytes,
             ring=ring_fields(self.plan, stage),
         )
 

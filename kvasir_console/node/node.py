@@ -17,6 +17,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -50,7 +51,7 @@ from kvasir_console.relay.wire.preamble import Kind
 log = logging.getLogger(__name__)
 
 LOG_LINES = 200
-DRAIN_S = 3.0
+DRAIN_S = 1.5
 """How long trunks are waited for when the node stops."""
 QUICK_KINDS = (Kind.RING_NEXT, Kind.RING_PREV, Kind.ENTRY)
 QUICK_REDIAL_S = (0.25, 5.0)
@@ -95,6 +96,7 @@ class Node:
         self._download: DownloadView | None = None
         self._telemetry = Telemetry()
         self._engine_rss: int | None = None
+        self._expert_pairs: tuple[int, ...] = ()
         self._log: deque[str] = deque(maxlen=LOG_LINES)
         self._wake = asyncio.Event()
         self._stopping = asyncio.Event()
@@ -119,7 +121,9 @@ class Node:
             state=self._state,
             held=None if self._holding is None else self._holding.view(),
             relays=tuple(_relay_view(uplink.snapshot(), now_s) for uplink in (*self._uplinks, *self._waiting)),
-            work=self._telemetry.view(layers=isinstance(self._holding, RingHolding)),
+            work=replace(
+                self._telemetry.view(layers=isinstance(self._holding, RingHolding)), expert_pairs=self._expert_pairs
+            ),
             earnings=self._accounts.view(),
             download=self._download,
             machine=MachineView(
@@ -228,7 +232,7 @@ class Node:
         if client is None or not self._uplinks or not isinstance(self._holding, ExpertHolding):
             return
         with contextlib.suppress(KvasirError, OSError):  # a timeout is one too
-            async with asyncio.timeout(DRAIN_S + 1):
+            async with asyncio.timeout(DRAIN_S + 0.5):
                 await client.call("drain", timeout_s=DRAIN_S)
 
     async def _participate(self) -> None:
@@ -282,12 +286,14 @@ class Node:
             if serve in ("auto", "ring") and info.placement:
                 plan = await self._planned(info)
                 if plan is not None:
-                    return RingHolding(plan, self.wallet, self._config.engine.context_length)
+                    engine = self._config.engine
+                    return RingHolding(plan, self.wallet, engine.context_length, engine.kv_budget_bytes)
             reason = "No signed plan names this wallet."
             if serve in ("auto", "experts"):
                 answer = await self._with_token(self._volunteer)
                 if not isinstance(answer, str):
-                    return ExpertHolding(answer, self.worker_id, self.wallet)
+                    more = await self._more_slices(answer) if "v3" in info.dispatch_wires else ()
+                    return ExpertHolding(answer, self.worker_id, self.wallet, more=more)
                 reason = answer
             self._enter(Phase.VOLUNTEERING, reason, f"The market is asked again every {self._config.node.poll_s:g} s.")
             await self._heartbeat(None, info)
@@ -299,9 +305,19 @@ class Node:
         pin = self._paths.state / f"hub-key-{self._market.host.replace(':', '-')}"
         return choose_plan(plans, info.hub_key, self.wallet, pin)
 
-    async def _volunteer(self, token: str) -> Assignment | str:
+    async def _volunteer(self, token: str, model: str = "") -> Assignment | str:
         node = self._config.node
-        return await self._market.volunteer(token, model=node.model, max_experts=min(node.max_experts, 64))
+        return await self._market.volunteer(token, model=model or node.model, max_experts=min(node.max_experts, 64))
+
+    async def _more_slices(self, first: Assignment) -> tuple[Assignment, ...]:
+        """Experts of further layers of the same model, as far as the market wants them held and the owner allows."""
+        taken = [first]
+        while len(taken) < self._config.node.max_slices:
+            answer = await self._with_token(lambda token: self._volunteer(token, first.model))
+            if isinstance(answer, str) or answer.model != first.model or answer.layer in {a.layer for a in taken}:
+                break
+            taken.append(answer)
+        return tuple(taken[1:])
 
     async def _fetch(self, holding: Holding) -> None:
         if holding.file is not None and self._verified == _identity(holding.file):
@@ -461,6 +477,7 @@ class Node:
     def _engine_exited(self, reason: str) -> None:
         self._client = None
         self._engine_rss = None
+        self._expert_pairs = ()
         self._engine_changed.set()
         self._note(reason)
         self._wake.set()
@@ -499,6 +516,7 @@ class Node:
                 self._telemetry.sample(counters, now - last)
                 last = now
                 self._engine_rss = int(stats["rss_bytes"])
+                self._expert_pairs = tuple(stats["experts"][0]["pairs"]) if stats.get("experts") else ()
 
     async def _follow_earnings(self) -> None:
         pause_s = min(10.0, self._config.node.poll_s)

@@ -6,7 +6,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator
+import struct
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ from kvasir_console.engine.checkpoint.digest import model_digest
 from kvasir_console.engine.checkpoint.gguf import Checkpoint
 from kvasir_console.engine.checkpoint.shard import write_expert_shard
 from kvasir_console.engine.process.client import DoneEvent, GenerateRequest
-from kvasir_console.errors import EngineError
 from kvasir_console.relay.wire.preamble import Kind, Preamble, Wire
 
 import builders
@@ -68,14 +68,19 @@ async def hold(process: EngineProcess, model: Path, windows: list[tuple[int, int
 
 
 def join(
-    trunk: EngineProcess, worker: EngineProcess, moe: Path, windows: list[tuple[int, int, int]] = ALL, name: str = "a"
+    trunk: EngineProcess,
+    worker: EngineProcess,
+    moe: Path,
+    windows: list[tuple[int, int, int]] = ALL,
+    name: str = "a",
+    held: list[tuple[int, int, int]] | None = None,
 ) -> Splice:
+    """Splice a session that the hub admitted with ``windows`` to a worker whose node says it is for ``held``."""
     with Checkpoint.open(moe) as checkpoint:
         digest = model_digest(checkpoint)
-    first, *more = windows
     ends = [
-        Preamble(kind, f"expert-{name}", WALLET, digest, *first, wires=Wire.V2 | Wire.V3, more=tuple(more))
-        for kind in (Kind.DISPATCH, Kind.EXPERTS)
+        Preamble(kind, f"expert-{name}", WALLET, digest, *of[0], wires=Wire.V2 | Wire.V3, more=tuple(of[1:]))
+        for kind, of in ((Kind.DISPATCH, windows), (Kind.EXPERTS, held or windows))
     ]
     return Splice(trunk.data_socket, ends[0], worker.data_socket, ends[1])
 
@@ -115,8 +120,10 @@ async def test_slices_of_two_layers_on_one_session_compute_what_the_trunk_would(
             await connected(trunk, N_LAYER)
             remote = await complete(trunk.client, NETWORK)
             coverage = await trunk.client.coverage()
-    assert info["slices"] == [list(window) for window in ALL]
-    assert remote.pairs_remote == remote.rows * N_LAYER * TOP_K
+    assert [(each["layer"], *each["experts"]) for each in info["slices"]] == ALL
+    # A busy machine may make an answer late, and then its pairs are computed here too.
+    assert remote.pairs_remote + remote.pairs_local == remote.rows * N_LAYER * TOP_K
+    assert remote.pairs_remote > remote.pairs_local
     got_kl, got_cosine = divergence(first_logits(local), first_logits(remote))
     print(f"\n{dtype}: KL {got_kl:.3g} nats, cosine {got_cosine:.9f}")
     if dtype == "f32":
@@ -125,10 +132,46 @@ async def test_slices_of_two_layers_on_one_session_compute_what_the_trunk_would(
     else:
         assert 0 < got_kl <= kl
         assert got_cosine >= cosine
-    for each, digest in zip(coverage, info["shard_digests"], strict=True):
-        assert (each["wire"], each["dtype"], each["shard_digest"]) == ("v3", dtype, digest)
+    for each, held in zip(coverage, info["slices"], strict=True):
+        assert (each["wire"], each["dtype"], each["shard_digest"]) == ("v3", dtype, held["shard_digest"])
         assert each["paid_bytes"] + each["held_bytes"] == 2 * N_EMBD * each["rows"] + 10 * each["pairs"] > 0
         assert each["ping_ms"] > 0
+
+
+def replayed(data: bytes) -> bytes:
+    return data + data
+
+
+def pushed(data: bytes) -> bytes:
+    return data + struct.pack("<IBBHQ", 8 + 4 * N_EMBD, 3, 0, 0, 10**6) + bytes(8 + 4 * N_EMBD)
+
+
+def unasked_error(data: bytes) -> bytes:
+    return data + struct.pack("<IBBHQH", 2, 4, 0, 0, 10**6, 7)
+
+
+@pytest.mark.parametrize("tamper", [replayed, pushed, unasked_error])
+async def test_what_nobody_asked_for_ends_the_session_and_earns_nothing(
+    trunk: EngineProcess, moe: Path, tmp_path: Path, tamper: Callable[[bytes], bytes]
+) -> None:
+    await load(trunk, moe)
+    local = await complete(trunk.client, LOCAL)
+    async with engine(tmp_path / "a", "a") as one:
+        await hold(one, moe)
+        async with join(trunk, one, moe) as joint:
+            await connected(trunk, N_LAYER)
+            first = await complete(trunk.client, NETWORK)
+            joint.tamper_left = tamper
+            done = await complete(trunk.client, NETWORK)
+            await connected(trunk, 0)
+            coverage = await trunk.client.coverage()
+        served = (await one.client.stats())["served"]
+    assert done.tokens == local.tokens
+    assert done.pairs_remote < first.pairs_remote
+    # What came late is counted too; what was never computed is not.
+    assert first.pairs_remote + done.pairs_remote <= sum(each["pairs"] for each in coverage) <= served["pairs"]
+    for each in coverage:
+        assert each["paid_bytes"] == 2 * N_EMBD * each["rows"] + 10 * each["pairs"]
 
 
 @pytest.mark.parametrize("how", ["other experts", "other bytes"])
@@ -144,7 +187,7 @@ async def test_a_worker_that_holds_something_else_is_refused_before_it_is_asked(
     held = (0, 2, 4) if how == "other experts" else (0, 0, 2)
     async with engine(tmp_path / "a", "a") as one:
         await hold(one, other, [held])
-        async with join(trunk, one, moe, [(0, 0, 2)]) as joint:
+        async with join(trunk, one, moe, [(0, 0, 2)], held=[held]) as joint:
             await asyncio.wait_for(joint.ended(), 20)
         coverage = await trunk.client.coverage()
         done = await complete(trunk.client, NETWORK)
@@ -152,19 +195,7 @@ async def test_a_worker_that_holds_something_else_is_refused_before_it_is_asked(
     assert done.pairs_remote == 0
 
 
-async def test_slices_of_one_layer_or_of_two_models_are_not_served_together(moe: Path, tmp_path: Path) -> None:
-    other = builders.write_tiny_llama(tmp_path / "other.gguf", n_layer=3, n_expert=N_EXPERT, n_expert_used=TOP_K)
-    async with engine(tmp_path / "a", "a") as one:
-        for slices in (
-            [shard(one, moe, 0, 0, 2), shard(one, moe, 0, 2, 4)],
-            [shard(one, moe, 0, 0, 2), shard(one, other, 1, 0, 2)],
-        ):
-            with pytest.raises(EngineError) as caught:
-                await one.client.load(model="tiny", role="experts", slices=slices)
-            assert caught.value.code == "slices_do_not_fit"
-
-
-async def test_a_drained_worker_leaves_without_a_failover(trunk: EngineProcess, moe: Path, tmp_path: Path) -> None:
+async def test_a_drained_worker_leaves_without_a_failure(trunk: EngineProcess, moe: Path, tmp_path: Path) -> None:
     await load(trunk, moe)
     local = await complete(trunk.client, LOCAL)
     async with engine(tmp_path / "a", "a") as one, engine(tmp_path / "b", "b") as two:
@@ -184,8 +215,8 @@ async def test_a_drained_worker_leaves_without_a_failover(trunk: EngineProcess, 
             after = await complete(trunk.client, NETWORK)
             coverage = await trunk.client.coverage()
     assert done.tokens == after.tokens == local.tokens
-    assert done.failovers == after.failovers == 0
     assert all(each["failures"] == 0 for each in coverage)
+    assert after.pairs_remote > 0
 
 
 async def test_a_stopped_worker_costs_no_token_and_is_given_up_by_its_silence(

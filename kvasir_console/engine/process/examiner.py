@@ -24,7 +24,6 @@ from kvasir_console.engine.process.sums import F32, I64, Pairs
 from kvasir_console.engine.process.worker import Worker
 from kvasir_console.engine.stage import Stage
 from kvasir_console.relay.wire import dispatch
-from kvasir_console.relay.wire.preamble import Wire
 
 log = logging.getLogger(__name__)
 
@@ -97,10 +96,10 @@ class Examiner:
         """How many pairs of an answer were found right; ``None``, and its session is quarantined, if one was not."""
         if not len(part.drawn):
             return 0
-        terms, row_idx = self._reference(part, worker)
-        verdict = checks.judge(values[part.drawn], terms, row_idx, dtype_of(worker))
+        terms, seen = self._reference(part, worker)
+        verdict = checks.judge(values[part.drawn], terms, seen.row_idx.astype(np.int64), worker.dtype)
         if verdict.fault is not None:
-            self._convict(worker, part.layer, some_rows(part, part.drawn), values[part.drawn], terms, verdict.fault)
+            self._convict(worker, part.layer, seen, values[part.drawn], terms, verdict.fault)
             return None
         if not verdict.pairs and worker.stats[part.layer].proven:
             self._sampler(key).missed += 1
@@ -114,21 +113,18 @@ class Examiner:
         Args:
             rows: (C,) rows of the part's frame that the answers are to.
         """
-        if other is None:
-            at = 0
-        else:
-            apart = np.flatnonzero(
-                checks.differ(one.values, other.values, dtype_of(one.worker), dtype_of(other.worker))
-            )
+        at = 0
+        if other is not None:
+            apart = np.flatnonzero(checks.differ(one.values, other.values, one.worker.dtype, other.worker.dtype))
             if not len(apart):
                 return True
             at = int(apart[0])
-        answers = tuple(
-            Answered(each.worker, each.values[at : at + 1], each.owed) for each in (one, other) if each is not None
-        )
-        if other is None:
-            answers = (Answered(one.worker, one.values[:1]),)
-        self._disputes.append(_Dispute(part.layer, some_rows(part, rows[at : at + 1]), answers))
+        if not dispatch.fits_f16(part.request):
+            return other is None  # a half-precision wire then carries f32: one row does not show which it was
+        answers = [Answered(one.worker, one.values[at : at + 1], None if other is None else one.owed)]
+        if other is not None:
+            answers.append(Answered(other.worker, other.values[at : at + 1], other.owed))
+        self._disputes.append(_Dispute(part.layer, some_rows(part.request, rows[at : at + 1]), tuple(answers)))
         return other is None
 
     def arbitrate(self) -> None:
@@ -138,11 +134,11 @@ class Examiner:
             self.disputes += 1
             for answered in dispute.answers:
                 worker, stats = answered.worker, answered.worker.stats[dispute.layer]
-                terms = self._terms(dispute.layer, dispute.request, worker)
-                row_idx = dispute.request.row_idx.astype(np.int64)
-                verdict = checks.judge(answered.values, terms, row_idx, dtype_of(worker))
+                seen = as_received(worker, dispute.request)
+                terms = self._terms(dispute.layer, seen)
+                verdict = checks.judge(answered.values, terms, seen.row_idx.astype(np.int64), worker.dtype)
                 if verdict.fault is not None:
-                    self._convict(worker, dispute.layer, dispute.request, answered.values, terms, verdict.fault)
+                    self._convict(worker, dispute.layer, seen, answered.values, terms, verdict.fault)
                     continue
                 self.checked_pairs += verdict.pairs
                 if answered.owed is not None:
@@ -154,30 +150,29 @@ class Examiner:
             self._samplers[key] = checks.Sampler(seed, self._share)
         return self._samplers[key]
 
-    def _reference(self, part: Part, worker: Worker) -> tuple[F32, I64]:
-        seen = (worker.wire, worker.dtype)
-        if part.reference is None or part.reference[0] != seen:
-            request = some_rows(part, part.drawn)
-            terms = self._terms(part.layer, request, worker)
-            part.reference = (seen, terms, request.row_idx.astype(np.int64))
+    def _reference(self, part: Part, worker: Worker) -> tuple[F32, dispatch.Request]:
+        """The terms of the drawn rows' pairs, and the request for them as it arrives at the worker."""
+        wire = (worker.wire, worker.dtype)
+        if part.reference is None or part.reference[0] != wire:
+            seen = some_rows(as_received(worker, part.request), part.drawn)
+            part.reference = (wire, self._terms(part.layer, seen), seen)
         return part.reference[1:]
 
-    def _terms(self, layer: int, request: dispatch.Request, worker: Worker) -> F32:
-        """(P, D) weighted outputs of a request's pairs, computed here from what arrives at the worker."""
-        rows, weights = as_received(worker, request)
-        pairs = Pairs(
-            np.arange(request.n_pairs), request.row_idx.astype(np.int64), request.ids.astype(np.int64), weights
-        )
-        terms: F32 = pairs.terms(self._stage.banks[layer], torch.from_numpy(rows)).float().cpu().numpy()
+    def _terms(self, layer: int, seen: dispatch.Request) -> F32:
+        """(P, D) weighted outputs of a request's pairs, computed here."""
+        row_idx, ids = seen.row_idx.astype(np.int64), seen.ids.astype(np.int64)
+        pairs = Pairs(np.arange(seen.n_pairs), row_idx, ids, _weights(seen))
+        bank = self._stage.banks[layer]
+        terms: F32 = pairs.terms(bank, torch.from_numpy(seen.rows)).float().cpu().numpy()
+        bank.pairs -= np.bincount(ids - bank.begin, minlength=len(bank.pairs))  # looked at, not chosen to be here
         return terms
 
     def _convict(
-        self, worker: Worker, layer: int, request: dispatch.Request, values: F32, terms: F32, fault: checks.Fault
+        self, worker: Worker, layer: int, seen: dispatch.Request, values: F32, terms: F32, fault: checks.Fault
     ) -> None:
         self.mismatches += 1
         worker.stats[layer].mismatches += 1
         voided = self._accounts.convict(worker.name, worker.wallet) or 0
-        rows, weights = as_received(worker, request)
         case = evidence.Case(
             session=worker.name,
             wallet=worker.wallet,
@@ -186,10 +181,10 @@ class Examiner:
             model_digest=self._digest.hex(),
             fault=str(fault),
             at_unix_s=time.time(),
-            rows=rows,
-            row_idx=request.row_idx.astype(np.int64),
-            ids=request.ids.astype(np.int64),
-            weights=weights,
+            rows=seen.rows,
+            row_idx=seen.row_idx.astype(np.int64),
+            ids=seen.ids.astype(np.int64),
+            weights=_weights(seen),
             answered=values,
             terms=terms,
         )
@@ -206,31 +201,25 @@ class Examiner:
         self._caught(worker, facts)
 
 
-def some_rows(part: Part, rows: I64) -> dispatch.Request:
-    """The request that asks for some ``rows`` (ascending) of a part's frame, with all their pairs."""
-    which = np.flatnonzero(np.isin(part.row_idx, rows))
-    request = part.request
+def some_rows(request: dispatch.Request, rows: I64) -> dispatch.Request:
+    """The request for some ``rows`` (ascending) of another, with all their pairs."""
+    which = np.flatnonzero(np.isin(request.row_idx, rows))
     return dispatch.Request(
         request.wire,
         np.ascontiguousarray(request.rows[rows]),
-        np.searchsorted(rows, part.row_idx[which]).astype(np.int32),
+        np.searchsorted(rows, request.row_idx[which]).astype(np.int32),
         request.ids[which],
-        None if request.weights is None else request.weights[which],
+        _weights(request)[which],
     )
 
 
-def dtype_of(worker: Worker) -> str:
-    """Of a reply's values on the wire."""
-    return str(getattr(worker, "dtype", "f16" if worker.wire is Wire.V2F16 else "f32"))
+def as_received(worker: Worker, request: dispatch.Request) -> dispatch.Request:
+    """A request with rows and weights as they arrive at a worker."""
+    rows, weights = worker.as_received(request)
+    return dispatch.Request(request.wire, rows, request.row_idx, request.ids, weights)
 
 
-def as_received(worker: Worker, request: dispatch.Request) -> tuple[F32, F32]:
-    """Rows and weights as they arrive at the worker."""
+def _weights(request: dispatch.Request) -> F32:
     if request.weights is None:
         raise ValueError("a request without weights has no weighted sums")
-    if hasattr(worker, "as_received"):
-        rows, weights = worker.as_received(request)
-        return rows, weights
-    if worker.wire is Wire.V2F16 and dispatch.fits_f16(request):
-        return request.rows.astype(np.float16).astype(np.float32), request.weights.astype(np.float16).astype(np.float32)
-    return request.rows, request.weights
+    return request.weights

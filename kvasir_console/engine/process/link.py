@@ -14,6 +14,7 @@ from kvasir_console.relay.wire.dispatch import Request
 from kvasir_console.relay.wire.preamble import Wire
 from kvasir_console.relay.wire.values import Dtype
 
+CLOSE_TIMEOUT_S = 2.0
 F32Array = np.ndarray[Any, np.dtype[np.float32]]
 
 
@@ -103,11 +104,14 @@ class Outbox:
         self._pieces += pieces
 
     def close(self) -> None:
-        """Write what is left, and close."""
+        """Write what is left, and close; a peer that does not take it is not waited for."""
+        if self.closed:
+            return
         self._flush()
         self.closed = True
         with contextlib.suppress(OSError):
             self._writer.close()
+        asyncio.get_running_loop().call_later(CLOSE_TIMEOUT_S, self._writer.transport.abort)
 
     def _flush(self) -> None:
         pieces, self._pieces = self._pieces, []

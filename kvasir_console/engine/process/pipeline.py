@@ -110,7 +110,8 @@ class Pipeline(Protocol):
 
     @property
     def depth(self) -> int:
-        """How many steps, of different sequences, may be under way at once; more than one where they always may."""
+        """How many steps, of different sequences, may be under way at once; it may change between steps."""
+        ...
 
     interruptible: bool
     """Whether ``close`` may be called while a step holds the sequence."""

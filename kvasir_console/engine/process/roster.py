@@ -14,6 +14,8 @@ from kvasir_console.engine.process.hedging import Pace
 from kvasir_console.engine.process.star import Ask
 from kvasir_console.engine.process.worker import Worker
 
+MAX_KNOWN = 4096
+"""Sessions whose measurements are kept."""
 REST_S = 1.0
 """A worker that refused a request is left alone for so long."""
 
@@ -30,6 +32,8 @@ class Policy:
     """Pairs to be found right before a slice is proven; 0 trusts everybody from the start."""
     check_share: float = checks.SHARE
     hedge_share: float = 0.1
+    groups: int = 0
+    """Into so many groups streams are put (``groups``); 0 for as many as measurements say."""
     seed: int | None = None
     """Of the checks' draws; without one nobody can foresee them."""
 
@@ -38,7 +42,8 @@ class Policy:
         """Settings by name. Raises ``ValueError`` or ``TypeError`` for one that makes no sense."""
         made = cls(**{**given, "dispatch": Dispatch(given.get("dispatch", Dispatch.ALWAYS))})
         shares = (made.check_share, made.hedge_share)
-        if min(made.busy_streams - 1, made.hot_experts, made.trial_pairs) < 0 or not all(0 <= s <= 1 for s in shares):
+        counts = (made.busy_streams - 1, made.hot_experts, made.trial_pairs, made.groups)
+        if min(counts) < 0 or not all(0 <= share <= 1 for share in shares):
             raise ValueError(f"a dispatch policy cannot be {dict(given)!r}")
         return made
 
@@ -53,11 +58,14 @@ class Session:
     pace: Pace = field(default_factory=Pace)
     open_asks: set[Ask] = field(default_factory=set)
     rests_until: float = 0.0
+    doubtful: bool = False
+    """It let a request run into its timeout on an earlier connection: it is asked again once it has answered a probe,
+    for which nobody waits."""
 
     def available(self, now: float) -> bool:
-        """Not broken, refusing, leaving or late with an answer."""
+        """Not broken, refusing, leaving, late with an answer or doubtful."""
         worker = self.worker
-        if worker.broken or getattr(worker, "draining", False) or now < self.rests_until:
+        if worker.broken or worker.draining or now < self.rests_until or self.doubtful:
             return False
         return all(now < ask.late_at for ask in list(self.open_asks))
 
@@ -70,6 +78,9 @@ class Roster:
         self._policy = policy
         self._heat = coverage.Heat()
         self._live: dict[str, Session] = {}
+        self._paces: dict[str, Pace] = {}
+        """They outlive connections."""
+        self._hung: set[str] = set()
 
     def __len__(self) -> int:
         return len(self._live)
@@ -80,8 +91,34 @@ class Roster:
     def get(self, key: str | None) -> Session | None:
         return None if key is None else self._live.get(key)
 
-    def add(self, session: Session) -> None:
-        self._live[session.key] = session
+    def add(self, key: str, worker: Worker, now: float) -> Session:
+        if len(self._paces) > MAX_KNOWN:
+            self._paces.clear()
+            self._hung.clear()
+        session = Session(key, worker, now, self._paces.setdefault(key, Pace()), doubtful=key in self._hung)
+        self._live[key] = session
+        return session
+
+    def layers(self) -> frozenset[int]:
+        """Layers of which somebody holds experts."""
+        return frozenset(held.layer for session in self for held in session.worker.slices)
+
+    def hung(self, session: Session) -> None:
+        """A request ran into its timeout."""
+        self._hung.add(session.key)
+
+    def answered(self, session: Session, pairs: int, elapsed_ms: float) -> None:
+        session.pace.record(pairs, elapsed_ms)
+        session.doubtful = False
+        self._hung.discard(session.key)
+
+    def probes(self, layer: int) -> list[Session]:
+        """Doubtful sessions of a layer that were not asked anything yet."""
+        return [
+            session
+            for session in self
+            if session.doubtful and not session.open_asks and session.worker.holds(layer) and not session.worker.broken
+        ]
 
     def remove(self, session: Session) -> None:
         """Nothing happens if another one has taken its place."""

@@ -25,13 +25,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvasir_console.engine.experts import RemoteExperts
 from kvasir_console.engine.process import coverage
 from kvasir_console.engine.process.accounts import Accounts
 from kvasir_console.engine.process.examiner import Answered, Examiner, some_rows
 from kvasir_console.engine.process.hedging import HedgeBudget
 from kvasir_console.engine.process.roster import REST_S, Policy, Roster, Session
 from kvasir_console.engine.process.star import Ask, Part, Released, gather
-from kvasir_console.engine.process.sums import F32, I64, Pairs, empty_sum
+from kvasir_console.engine.process.sums import F32, I64, Pairs, Sum, empty_sum
 from kvasir_console.engine.process.tally import StepTally
 from kvasir_console.engine.process.worker import DigestOf, Worker, WorkerError, choose_wire
 from kvasir_console.engine.stage import ExpertCompute, Stage
@@ -86,25 +87,27 @@ class Router:
         self._dtype = dtype
         self._digest_of = digest_of
         self._timeout_s = timeout_s
-        self._policy = policy or Policy()
+        self.policy = policy or Policy()
         self._released = released
         self._on_quarantine = on_quarantine
         self._clock = clock
         self._loop = asyncio.get_running_loop()
-        self._roster = Roster(self._policy)
-        self._accounts = Accounts(self._policy.trial_pairs)
+        self._roster = Roster(self.policy)
+        self._accounts = Accounts(self.policy.trial_pairs)
         self._examiner = Examiner(
             stage,
             model_digest,
             self._accounts,
-            share=self._policy.check_share,
-            seed=self._policy.seed,
+            share=self.policy.check_share,
+            seed=self.policy.seed,
             evidence_directory=evidence_directory,
             caught=self._tell_caught,
         )
-        self._budget = HedgeBudget(self._policy.hedge_share)
+        self._budget = HedgeBudget(self.policy.hedge_share)
         self._tasks: set[asyncio.Task[None]] = set()
         self.counters = Counters()
+        self.pairs_remote = {layer: np.zeros(bank.end - bank.begin, np.int64) for layer, bank in stage.banks.items()}
+        """By layer: pairs of each expert that a remote session computed. The banks count their own."""
 
     # -- sessions ---------------------------------------------------------------------------------------------------
 
@@ -132,8 +135,7 @@ class Router:
         await worker.open()
         if older := self._roster.get(key):
             self._drop(older, "replaced by a newer connection")
-        session = Session(key, worker, self._clock())
-        self._roster.add(session)
+        session = self._roster.add(key, worker, self._clock())
         for held in worker.slices:
             log.info("session %s serves layer %d experts [%d, %d)", worker.name, held.layer, held.begin, held.end)
         why = await worker.run()
@@ -169,6 +171,11 @@ class Router:
                 self._drop(session, "quarantined")
         return found
 
+    def close(self) -> None:
+        """End all sessions; workers dial again if there is something to serve."""
+        for session in self._roster:
+            self._drop(session, "the engine loads another model or leaves")
+
     @property
     def live(self) -> bool:
         """Whether any session is connected whose experts may be asked for now."""
@@ -192,7 +199,7 @@ class Router:
         def compute(layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
             return self._compute(layer, x, ids, weights, tally)
 
-        return compute
+        return RemoteExperts(compute, self._roster.layers())
 
     def _compute(
         self,
@@ -222,6 +229,12 @@ class Router:
             tally.count_local(some.rows + step.start)
             total.local(bank, x, some)
 
+        def remote(some: Pairs) -> None:
+            tally.count_remote(some.rows + step.start)
+            self.pairs_remote[layer] += np.bincount(some.ids - bank.begin, minlength=bank.end - bank.begin)
+
+        for session in self._roster.probes(layer):
+            self._probe(session, layer, x, pairs, total)
         if not parts:
             local(pairs)
             return total.result()
@@ -239,11 +252,24 @@ class Router:
             local,
             self._clock,
             self._released,
-            lambda some: tally.count_remote(some.rows + step.start),
+            remote,
             lambda some: tally.count_failovers(some.rows + step.start),
         )
-        self.counters.wait_ms += (self._clock() - waited) * 1e3
+        spent_s = self._clock() - waited
+        waited_s = max(0.0, max(part.answered_at for part in parts) - waited)
+        tally.wait(spent_s, min(waited_s, spent_s))
+        self.counters.wait_ms += waited_s * 1e3
         return total.result()
+
+    def _probe(self, session: Session, layer: int, x: torch.Tensor, pairs: Pairs, total: Sum) -> None:
+        """Ask a doubtful session for one row, and wait for nothing."""
+        held = session.worker.holds(layer) or range(0)
+        mine = pairs.where(np.flatnonzero((pairs.ids >= held.start) & (pairs.ids < held.stop))[:1])
+        part = self._part(session.key, layer, x, mine, total.frame(mine))
+        if part is not None:
+            self.ask(part.asks)
+            for ask in part.asks:
+                self.leave(ask)
 
     def _prepare(self, part: Part) -> None:
         """Get ready to look at an answer while it travels. Under load another wallet's worker does."""
@@ -290,6 +316,8 @@ class Router:
         for ask in asks:
             if len(ask.part.asked) == 1:
                 self._budget.asked()
+            if session := self._roster.get(ask.key):
+                session.open_asks.add(ask)
         self._loop.call_soon_threadsafe(self._start, list(asks))
 
     def other(self, part: Part, *, hedge: bool) -> str | None:
@@ -361,7 +389,6 @@ class Router:
             ask.reply.set_exception(ConnectionResetError("the session is closed"))
             return
         worker = session.worker
-        session.open_asks.add(ask)
         started = self._clock()
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -373,13 +400,16 @@ class Router:
                 session.rests_until = self._clock() + REST_S
                 log.info("session %s refuses a request: %s", worker.name, error)
             else:
+                if isinstance(error, TimeoutError):
+                    self._roster.hung(session)
                 self._drop(session, f"{type(error).__name__}: {error}")
             ask.reply.set_exception(error)
         except BaseException:
             ask.reply.cancel()
             raise
         else:
-            session.pace.record(len(ask.part.pairs), (self._clock() - started) * 1e3)
+            ask.answered_at = self._clock()
+            self._roster.answered(session, len(ask.part.pairs), (self._clock() - started) * 1e3)
             ask.reply.set_result(values)
         finally:
             session.open_asks.discard(ask)
@@ -405,7 +435,7 @@ class Router:
         session = self._roster.get(part.cross)
         if session is None:
             return
-        request = some_rows(part, rows)
+        request = some_rows(part.request, rows)
         with contextlib.suppress(OSError, EOFError, TimeoutError, ValueError, WorkerError):
             async with asyncio.timeout(self._timeout_s):
                 values = await session.worker.ask(part.layer, request, pay=False)

@@ -38,12 +38,13 @@ class Part:
     asks: list[Ask] = field(default_factory=list)
     asked: list[str] = field(default_factory=list)
     """Everybody who was asked, in order."""
-    reference: tuple[tuple[Wire, str], F32, I64] | None = None
-    """The drawn pairs' terms as a worker of this wire has to answer them, and their rows among the drawn ones."""
+    reference: tuple[tuple[Wire, str], F32, dispatch.Request] | None = None
+    """The drawn pairs' terms as a worker of this wire has to answer them, and the request for them as it sees it."""
     cross: str | None = None
     """Who is asked for the drawn rows too, instead of computing them here."""
     answer: F32 | None = None
     answered_by: str | None = None
+    answered_at: float = 0.0
 
     @property
     def experts(self) -> list[int]:
@@ -59,6 +60,7 @@ class Ask:
     sent_at: float
     late_at: float
     """When it counts as late, on the same clock."""
+    answered_at: float = 0.0
     reply: concurrent.futures.Future[F32] = field(default_factory=concurrent.futures.Future)
 
 
@@ -127,7 +129,7 @@ def _settle(
             continue
         values = ask.reply.result()
         if desk.accept(ask, values):
-            part.answer, part.answered_by = values, ask.key
+            part.answer, part.answered_by, part.answered_at = values, ask.key, ask.answered_at
             break
     hedge = bool(part.asks) and all(ask.late_at <= clock() for ask in part.asks)
     if part.answer is None and (hedge or not part.asks):
@@ -140,6 +142,7 @@ def _settle(
             return False
     elif part.answer is None:
         return False
+    part.answered_at = part.answered_at or clock()
     for ask in part.asks:
         desk.leave(ask)
     return True

@@ -27,6 +27,8 @@ GREETING_TIMEOUT_S = 10.0
 PING_EVERY_S = 5.0
 DEAD_AFTER_S = 10.0
 """A worker that sends nothing for so long after a PING is gone; with the pause before it, in 15 s at most."""
+STALL_S = 1.0
+"""A wait that took so much longer than it should."""
 LINGER_S = 0.1
 """A worker that wants to leave is kept so long after its last answer: a step that was planned with it may still ask."""
 
@@ -51,7 +53,6 @@ class V3Link:
         self.draining = False
         self.ping_ms: float | None = None
         self._end = TrunkEnd(hello)
-        self._n_embd = hello.n_embd
         self._reader = reader
         self._outbox = Outbox(writer)
         self._ping_every_s = ping_every_s
@@ -156,7 +157,6 @@ class V3Link:
             for event in self._end.receive(data):
                 self._handle(event)
         except V3Error as error:
-            # What the worker said of itself explains more than that it then closed.
             raise ValueError(f"{error} ({error.reason})") from error
         finally:
             self._post()
@@ -187,7 +187,10 @@ class V3Link:
             if self._end.ping(secrets.token_bytes(8)):
                 self._pinged_at = self._clock()
                 self._post()
+            slept_at = self._clock()
             await asyncio.sleep(self._ping_every_s)
+            if self._clock() - slept_at > self._ping_every_s + STALL_S:
+                self._heard_at = self._clock()  # this process slept; that says nothing about the worker
             if self._pinged_at is not None:
                 silent_s = self._clock() - max(self._pinged_at, self._heard_at)
                 if silent_s >= self._dead_after_s:

@@ -135,6 +135,7 @@ class Meter:
         if (wallet, worker_id) not in self._quarantined:
             why = json.dumps({"wallet": wallet, "worker_id": worker_id, "run_id": run_id, "at": now}, sort_keys=True)
             self._quarantined[wallet, worker_id] = self._store.remember(_fact(wallet, worker_id), why)
+            self._written = {key: value for key, value in self._written.items() if key[1:3] != (wallet, worker_id)}
             log.warning("worker %s of %s is quarantined: what was not credited is void", worker_id, wallet)
 
     def _credited(self, row: Contribution) -> int:
@@ -195,8 +196,6 @@ class Meter:
                 platform=known.platform,
             )
             rows[wallet, known.worker_id] = _sum(rows.get((wallet, known.worker_id)), row)
-        for worker in rows.keys() & self._quarantined.keys():
-            rows[worker] = await asyncio.to_thread(self._void, rows[worker])
         changed = [row for row in rows.values() if self._written.get(_key(row)) != _figures(row)]
         if changed:
             await asyncio.to_thread(self._write, changed)
@@ -209,6 +208,7 @@ class Meter:
         return await asyncio.to_thread(self._read)
 
     def _write(self, rows: Iterable[Contribution]) -> None:
+        rows = [self._void(row) if self.quarantined(row.wallet, row.worker_id) else row for row in rows]
         with self._store.write() as connection:
             for row in rows:
                 key = (

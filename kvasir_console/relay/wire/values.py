@@ -73,7 +73,12 @@ def encode_rows(dtype: Dtype, rows: F32Array) -> list[memoryview]:
         return [_bytes(scales.astype("<f4")), _bytes(quants)]
     if dtype is Dtype.BF16:
         bits = rows.view(np.uint32)
-        return [_bytes(((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2"))]
+        rounded = bits >> 16
+        rounded &= 1
+        rounded += bits
+        rounded += 0x7FFF
+        rounded >>= 16
+        return [_bytes(rounded.astype("<u2"))]
     return [_bytes(np.ascontiguousarray(rows, dtype=_STORED[dtype]))]
 
 
@@ -90,7 +95,9 @@ def decode_rows(dtype: Dtype, data: bytes | bytearray | memoryview, offset: int,
             return quants * scales[:, None].astype(np.float32)
     stored = np.frombuffer(data, _STORED[dtype], count, offset).reshape(n_rows, n_embd)
     if dtype is Dtype.BF16:
-        return (stored.astype(np.uint32) << 16).view(np.float32)
+        wide = np.zeros((n_rows, n_embd), "<u4")
+        wide.view("<u2")[:, 1::2] = stored
+        return wide.view("<f4").astype(np.float32, copy=False)
     return np.require(stored.astype(np.float32, copy=False), requirements="A")
 
 

@@ -86,6 +86,47 @@ async def test_experts_are_loaded_and_dialled_under_the_workers_session():
     assert (view.kind, view.layer, view.begin, view.end, view.total, view.tensor_bytes) == ("experts", 3, 2, 6, 8, 99)
 
 
+async def test_slices_of_several_layers_are_held_on_one_session() -> None:
+    more = (Assignment("moe", layer=4, begin=0, end=2, n_embd=576, n_layer=30, n_expert=8),)
+    holding = ExpertHolding(ASSIGNMENT, WORKER, A, file=Path("/x"), more=more, files=(Path("/y"),))
+    assert holding.describe() == "experts 2 to 5 of layer 3, 0 to 1 of layer 4 of moe"
+    assert holding.coverage()["segments"] == [[3, 2, 6], [4, 0, 2]]
+    engine = Loader(n_embd=576, model_digest=DIGEST)
+    await holding.load(engine, lambda *_: None)
+    assert engine.fields == {
+        "model": "moe",
+        "role": "experts",
+        "slices": [
+            {"path": "/x", "layer": 3, "experts": [2, 6]},
+            {"path": "/y", "layer": 4, "experts": [0, 2]},
+        ],
+    }
+    (session,) = holding.sessions("https://gate.example.net")
+    assert session.preamble.windows == ((3, 2, 6), (4, 0, 2))
+
+
+async def test_a_further_slice_that_does_not_fit_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "shard.gguf"
+    file.write_bytes(bytes(600))
+    asked: list[tuple[int, int]] = []
+
+    async def fetch(*_: Any, budget_bytes: int, **__: Any) -> Path:
+        asked.append((_[3].layer, budget_bytes))
+        if budget_bytes < 600:
+            raise SystemResourceError("memory_short", "It does not fit.")
+        return file
+
+    monkeypatch.setattr("kvasir_console.node.holding.fetch_expert_shard", fetch)
+    more = tuple(Assignment("moe", layer, 0, 2, 576, 30, 8) for layer in (4, 5))
+    holding = ExpertHolding(ASSIGNMENT, WORKER, A, more=more)
+    await holding.fetch(None, "t", tmp_path, 1300, lambda *_: None)
+    assert asked == [(3, 1300), (4, 700), (5, 100)]
+    assert [each.layer for each in holding.assignments] == [3, 4]
+    assert (holding.file, holding.files) == (file, (file,))
+    with pytest.raises(SystemResourceError):
+        await ExpertHolding(ASSIGNMENT, WORKER, A).fetch(None, "t", tmp_path, 100, lambda *_: None)
+
+
 async def test_an_assignment_with_another_width_than_its_shard_is_refused():
     with pytest.raises(NetworkError) as caught:
         await ExpertHolding(ASSIGNMENT, WORKER, A).load(Loader(n_embd=64, model_digest=DIGEST), lambda *_: None)
@@ -141,7 +182,7 @@ def test_every_edge_of_a_ring_is_dialled_from_both_ends():
 
 async def test_a_window_is_loaded_with_its_place_in_the_ring():
     engine = Loader(tensor_bytes=7)
-    holding = RingHolding(plan(A, B), B, context_length=512, file=Path("/x"))
+    holding = RingHolding(plan(A, B), B, context_length=512, kv_budget_bytes=4096, file=Path("/x"))
     await holding.load(engine, lambda *_: None)
     assert engine.fields == {
         "path": "/x",
@@ -149,6 +190,7 @@ async def test_a_window_is_loaded_with_its_place_in_the_ring():
         "role": "stage",
         "layers": [10, 20],
         "context_length": 512,
+        "kv_budget_bytes": 4096,
         "ring": {"id": "smollm2", "epoch": 4, "rank": 1, "size": 2, "n_layer": 20},
     }
     assert holding.view().tensor_bytes == 7

@@ -81,6 +81,14 @@ async def code(admission: Any) -> int:
     return caught.value.close_code
 
 
+async def test_a_worker_that_answered_wrongly_is_not_let_in_again(hub: Hub) -> None:
+    hub.report(ALICE)
+    assert (await hub.expert(ALICE)).wallet == ALICE.address
+    hub.sessions.caught.add((ALICE.address, "w"))
+    with pytest.raises(Refused, match="quarantined"):
+        await hub.expert(ALICE)
+
+
 async def test_the_registering_wallet_is_led_to_the_engine(hub: Hub) -> None:
     hub.report(ALICE, wires=["v1", "v2f16"])
     admission = await hub.expert(ALICE)

@@ -115,6 +115,36 @@ async def test_work_of_nobody_we_admitted_is_not_paid(meter: Meter) -> None:
     assert await figures(meter) == {}
 
 
+def credit(store: Store, rows: Iterable[Any]) -> int:
+    """What a settlement poll of these contributions credits, in micro-units."""
+    ledger, before = Ledger(store), {}
+    for row in rows:
+        account = ledger.account(row.wallet, row.worker_id, row.kind)
+        before[row.wallet, row.worker_id] = 0 if account is None else account.micro_units
+        ledger.credit(Reading(row.wallet, row.worker_id, row.kind, row.run_id, row.micro_units), int(NOW))
+    after = {(each.wallet, each.worker_id): each.micro_units for each in ledger.accounts()}
+    return sum(after[key] - known for key, known in before.items())
+
+
+async def test_a_quarantined_worker_keeps_what_was_credited_and_nothing_else(
+    store: Store, census: Census, meter: Meter
+) -> None:
+    await meter.read_engine("r1", [entry("expert-a", ALICE.address, 1000), entry("expert-b", BOB.address, 50)])
+    assert credit(store, await meter.contributions()) == 1050
+    await meter.read_engine("r1", [entry("expert-a", ALICE.address, 1700), entry("expert-b", BOB.address, 90)])
+    caught = entry("expert-a", ALICE.address, 1900, quarantined=True)
+    await meter.read_engine("r1", [caught, entry("expert-b", BOB.address, 90)])
+    assert await figures(meter) == {("r1", "a"): 1000, ("r1", "b"): 90}
+    assert credit(store, await meter.contributions()) == 40
+    # An engine that begins anew and knows nothing of it changes nothing, nor does another gateway on this database.
+    for again in (meter, Meter(store, census, Clock())):
+        assert again.quarantined(ALICE.address, "a")
+        assert not again.quarantined(BOB.address, "b")
+        assert not again.quarantined(BOB.address, "a")
+    await meter.read_engine("r2", [entry("expert-a", ALICE.address, 500)])
+    assert credit(store, await meter.contributions()) == 0
+
+
 async def test_served_work_makes_a_replica(census: Census, meter: Meter) -> None:
     report = parse_report({"worker_id": "a", "model": MOE, "segments": [[1, 0, 8]]})
     census.report(ALICE.address, report, NOW)

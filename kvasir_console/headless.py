@@ -92,7 +92,10 @@ async def _gateway(config: Config, paths: Paths) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
-    async with PublicFront(config) if config.gateway.upstream else GatewayService(config, paths) as service:
+    made: PublicFront | GatewayService = (
+        PublicFront(config) if config.gateway.upstream else GatewayService(config, paths)
+    )
+    async with made as service:
         print(f"The gateway answers on {service.public_url}", file=sys.stderr, flush=True)
         ended = {asyncio.create_task(stopping.wait()), asyncio.create_task(service.wait())}
         done, running = await asyncio.wait(ended, return_when=asyncio.FIRST_COMPLETED)

@@ -41,10 +41,10 @@ class GatewayInfo:
     signed_actions: bool
     delegation: bool
     hub_key: str
-    statements: bool
-    hub_key_rotations: tuple[Rotation, ...]
-    """How the hub's key came to be the one it is; unverified."""
     minimum_claim_micro_kvr: int | None
+    statements: bool = False
+    hub_key_rotations: tuple[Rotation, ...] = ()
+    """How the hub's key came to be the one it is; unverified."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -354,6 +354,12 @@ class Node:
 
     def _uplink(self, session: RelaySession, info: GatewayInfo, on_change: Callable[[UplinkState], None]) -> Uplink:
         network = self._config.network
+
+        def changed(state: UplinkState) -> None:
+            if state.phase is UplinkPhase.OPEN:
+                self._statements.save()  # the connection before was just settled; a crash must not forget how
+            on_change(state)
+
         return Uplink(
             session.url,
             session.name,
@@ -365,7 +371,7 @@ class Node:
             user_agent=USER_AGENT,
             redial_min_s=network.redial_min_s,
             redial_max_s=network.redial_max_s,
-            on_change=on_change,
+            on_change=changed,
             count=None if self._holding is None else self._statements.count(self._holding.account(), session.name),
         )
 

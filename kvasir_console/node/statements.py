@@ -42,6 +42,8 @@ log = logging.getLogger(__name__)
 _MAX_FILE_BYTES = 2**20
 _MAX_PAGES = 64
 """Pages of new statements read at once; the rest comes with the next look."""
+_COMPUTED = frozenset({"rows", "pairs"})
+_COUNTED = _COMPUTED | {"bytes_up", "bytes_down"}
 WithToken = Callable[[Callable[[str], Awaitable[dict[str, Any]]]], Awaitable[dict[str, Any]]]
 
 
@@ -52,7 +54,7 @@ class _Worker:
     head: Head = field(default_factory=Head)
     acknowledged: int = 0
     base: dict[str, int] = field(default_factory=dict)
-    """What was stated before this node began to count: its file was lost, or another machine did the work."""
+    """What was stated and is in no count of this node: its file was lost, or an engine died before it was looked at."""
     rows: int = 0
     pairs: int = 0
     sessions: dict[str, OwnCount] = field(default_factory=dict)
@@ -80,9 +82,10 @@ class StatementBook:
         self._worker = ""
         self._refused = ""
         self._last_work = (0, 0)
-        self._unsure = True
-        """Rows may have been computed that no count has seen: before this start, or by an engine that died."""
-        self._workers = self._read()
+        kept = self._read()
+        self._workers = kept or {}
+        self._unsure = _COMPUTED if kept is not None else _COUNTED
+        """What may have been done that no count has seen: before this start, or by an engine that died."""
 
     def learn(self, info: GatewayInfo) -> None:
         """Take the announced key. Raises ``NetworkError`` ``hub_key_changed``."""
@@ -127,7 +130,7 @@ class StatementBook:
 
     def unsure(self) -> None:
         """The engine ended: what it did since it was last looked at is not in the counts."""
-        self._unsure = True
+        self._unsure |= _COMPUTED
 
     async def fetch(self, with_token: WithToken) -> None:
         """Read and verify what is new. A refused chain is shown and asked for again; nothing of it is kept.
@@ -160,12 +163,12 @@ class StatementBook:
             return
         name = self._worker
         worker = self._of(name)
-        if self._unsure and worker.head.latest is not None:
-            self._unsure = False
+        if worker.head.latest is not None:
             mine = worker.mine()
-            for count in ("rows", "pairs"):
+            for count in self._unsure:
                 unseen = max(0, getattr(worker.head.latest, count) - mine[count])
                 worker.base[count] = worker.base.get(count, 0) + unseen
+            self._unsure = frozenset()
         self._refused = self._disagreement(worker)
         if not self._refused and key is not None and worker.head.sequence > worker.acknowledged:
             await self._acknowledge(with_token, name, worker, key)
@@ -194,10 +197,6 @@ class StatementBook:
         _check_end(page, name, after)
         if signed:
             self._pin.keep(self._keys[-1])
-            if worker.head.latest is None and head.sequence:
-                # What came before this node's time is the hub's word; counting starts after it.
-                first = signed[0].statement
-                worker.base = {each: getattr(first, each) for each in ("bytes_up", "bytes_down", "rows", "pairs")}
         worker.head = after
         return bool(signed)
 
@@ -226,13 +225,13 @@ class StatementBook:
     def _of(self, worker: str) -> _Worker:
         return self._workers.setdefault(worker, _Worker())
 
-    def _read(self) -> dict[str, _Worker]:
+    def _read(self) -> dict[str, _Worker] | None:
         """The kept book, unless it is another wallet's or gateway's, or not readable: then a new one begins."""
         with contextlib.suppress(KvasirError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             data = json.loads(private_file.read(self._file, _MAX_FILE_BYTES))
             if (data["gateway"], data["wallet"]) == (self._market.gateway, self._wallet):
                 return {str(name): _worker_from_json(each) for name, each in data["workers"].items()}
-        return {}
+        return None
 
 
 def _signed(page: Mapping[str, Any]) -> list[SignedStatement]:

@@ -188,7 +188,8 @@ class OwnCount:
 
     def opened(self, headers: Mapping[str, str]) -> None:
         """A connection is open; ``headers`` came with the 101. Settles the one before it."""
-        counted = parse_counted(headers.get(COUNTED_HEADER, ""))
+        told = {name.lower(): value for name, value in headers.items()}
+        counted = parse_counted(told.get(COUNTED_HEADER.lower(), ""))
         if counted is not None and counted[0] == self.connection:
             _, up, down = counted
             if not self.restored:
@@ -200,7 +201,7 @@ class OwnCount:
         else:
             self.up += self.sent
             self.down += self.received
-        name = headers.get(CONNECTION_HEADER, "")
+        name = told.get(CONNECTION_HEADER.lower(), "")
         self.connection = name if _NAME.fullmatch(name) else ""
         self.sent = self.received = 0
         self.restored = False

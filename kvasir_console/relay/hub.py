@@ -198,7 +198,7 @@ class Hub:
             return Ending(refusal.close_code, refusal.reason)
         ending = Ending(CloseCode.UPSTREAM, "the relay failed")
         try:
-            ws.welcome(await self._enter(session, request.headers.get(RECEIVED_HEADER, "")))
+            ws.welcome(await self._enter(session, _header(request, RECEIVED_HEADER)))
             ending = await self._run(session, dial)
         except Refused as refusal:
             ending = Ending(refusal.close_code, refusal.reason)
@@ -408,7 +408,13 @@ def _query(text: str) -> dict[str, str]:
 
 
 def _token(request: Request, from_query: str | None) -> str | None:
-    scheme, _, value = request.headers.get("Authorization", "").partition(" ")
+    scheme, _, value = _header(request, "Authorization").partition(" ")
     if scheme.lower() == "bearer" and value.strip():
         return value.strip()
     return from_query or None
+
+
+def _header(request: Request, name: str) -> str:
+    """The one value of a header; empty if there is none, or more than one."""
+    values = request.headers.get_all(name)
+    return values[0] if len(values) == 1 else ""

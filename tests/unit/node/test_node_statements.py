@@ -49,7 +49,7 @@ class FakeHub:
                 wallet=WALLET,
                 worker=WORKER,
                 run="ab" * 16,
-                sequence=len(self.chain) + 1,
+                sequence=1 if last is None else last.sequence + 1,
                 model_digest=GENESIS,
                 shard_digest=GENESIS,
                 bytes_up=up,
@@ -108,7 +108,8 @@ async def look(made: StatementBook, key: SessionKey | None = KEY) -> str:
 
 
 async def test_an_honest_hub_is_acknowledged_with_the_session_key(tmp_path: Path) -> None:
-    hub, made = FakeHub(), book(hub := FakeHub(), tmp_path)
+    hub = FakeHub()
+    made = book(hub, tmp_path)
     do(made, 100, 200, 3, 6)
     hub.state(100, 200, 3, 6)
     assert await look(made) == ""
@@ -201,7 +202,9 @@ async def test_a_node_without_a_book_begins_where_the_kept_chain_begins(tmp_path
     made.count(WORKER, SESSION)
     await look(made)
     assert made.view().sequence == 3
-    assert made.view().mine_bytes_up == 20
+    assert made.view().mine_bytes_up == 30  # what came before its time is the hub's word
+    hub.state(31, 0, 3, 3)
+    assert "bytes up" in await look(made)
 
 
 async def test_another_hub_key_is_refused_and_a_rotated_one_followed(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -93,6 +94,7 @@ class Node:
         self._telemetry = Telemetry()
         self._sampled_at = time.monotonic()
         self._engine_rss: int | None = None
+        self._expert_pairs: tuple[int, ...] = ()
         self._log: deque[str] = deque(maxlen=LOG_LINES)
         self._wake = asyncio.Event()
         self._stopping = asyncio.Event()
@@ -117,7 +119,9 @@ class Node:
             state=self._state,
             held=None if self._holding is None else self._holding.view(),
             relays=tuple(_relay_view(uplink.snapshot(), now_s) for uplink in (*self._uplinks, *self._waiting)),
-            work=self._telemetry.view(layers=isinstance(self._holding, RingHolding)),
+            work=replace(
+                self._telemetry.view(layers=isinstance(self._holding, RingHolding)), expert_pairs=self._expert_pairs
+            ),
             earnings=self._accounts.view(),
             statements=self._statements.view(),
             download=self._download,
@@ -271,7 +275,8 @@ class Node:
                 plans = await self._with_token(self._market.placements)
                 plan = choose_plan(plans, info.hub_key, self.wallet, self._pin_file)
                 if plan is not None:
-                    return RingHolding(plan, self.wallet, self._config.engine.context_length)
+                    engine = self._config.engine
+                    return RingHolding(plan, self.wallet, engine.context_length, engine.kv_budget_bytes)
             reason = "No signed plan names this wallet."
             if serve in ("auto", "experts"):
                 answer = await self._with_token(self._volunteer)
@@ -420,6 +425,7 @@ class Node:
         self._client = None
         self._engine_rss = None
         self._statements.unsure()
+        self._expert_pairs = ()
         self._engine_changed.set()
         self._note(reason)
         self._wake.set()
@@ -460,6 +466,7 @@ class Node:
         self._sampled_at = now
         work = self._telemetry.view()
         self._statements.work(work.rows, work.pairs)
+        self._expert_pairs = tuple(stats["experts"][0]["pairs"]) if stats.get("experts") else ()
         self._engine_rss = int(stats["rss_bytes"])
 
     async def _follow_earnings(self) -> None:

@@ -87,6 +87,8 @@ def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         case "gateway":
             from kvasir_console import headless
 
+            if arguments.rotate_hub_key:
+                return headless.rotate_hub_key()
             return headless.run_gateway(_load(arguments))
         case "status":
             from kvasir_console import headless
@@ -153,6 +155,9 @@ def _parser() -> argparse.ArgumentParser:
     _wallet_parser(commands.add_parser("wallet", help="make, import, guard and use the wallet"))
     _bench_parser(commands.add_parser("bench", help="measure this machine, alone or against llama.cpp"))
     gateway = commands.add_parser("gateway", help="run the gateway, hub and front port (operators)")
+    gateway.add_argument(
+        "--rotate-hub-key", action="store_true", help="give the hub a new signing key, signed for by the old one"
+    )
     _setting_option(gateway, dest="command_set", default=argparse.SUPPRESS)
     status = commands.add_parser("status", help="the state of the node that runs with this KVASIR_HOME")
     status.add_argument("--json", action="store_true", help="print the whole snapshot as JSON")

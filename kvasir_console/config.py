@@ -118,6 +118,8 @@ class GatewayConfig:
     port: int = 8791
     tls_cert: str = ""
     tls_key: str = ""
+    upstream: str = ""
+    """Be a public front only, and pass everything on to the gateway at this ``https://host:port`` in the LAN."""
     database: str = ""
     """SQLAlchemy URL (empty: SQLite in the data directory)."""
     models: tuple[ServedModel, ...] = ()

@@ -70,14 +70,32 @@ def run_gateway(config: Config) -> int:
     return asyncio.run(_gateway(config, paths))
 
 
+def rotate_hub_key() -> int:
+    """Give the hub of this home a new signing key; the gateway is to be stopped first.
+
+    Raises:
+        SystemResourceError: there is no key yet, or its files cannot be written.
+    """
+    from kvasir_console.node.gateway import hubkey
+
+    paths = Paths.from_environment().ensure()
+    rotation = hubkey.rotate(paths.data / "gateway", int(time.time()))
+    print(f"The hub signs with {rotation.new} from its next start on; {rotation.old} has signed for it.")
+    return ExitCode.OK
+
+
 async def _gateway(config: Config, paths: Paths) -> int:
+    from kvasir_console.node.gateway.publicfront import PublicFront
     from kvasir_console.node.gateway.service import GatewayService
 
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
-    async with GatewayService(config, paths) as service:
+    made: PublicFront | GatewayService = (
+        PublicFront(config) if config.gateway.upstream else GatewayService(config, paths)
+    )
+    async with made as service:
         print(f"The gateway answers on {service.public_url}", file=sys.stderr, flush=True)
         ended = {asyncio.create_task(stopping.wait()), asyncio.create_task(service.wait())}
         done, running = await asyncio.wait(ended, return_when=asyncio.FIRST_COMPLETED)
@@ -190,4 +208,10 @@ async def _status(as_json: bool) -> int:
     if snapshot.held is not None and any(snapshot.work.expert_pairs):
         print(f"most asked for: {_most_asked(snapshot.work.expert_pairs, snapshot.held.begin)}")
     print(f"earned: {pending} pending, {paid} paid")
+    seen = snapshot.statements
+    if seen.worker:
+        stated = "nothing yet" if seen.sequence is None else f"{seen.stated_rows} rows, {seen.stated_pairs} pairs"
+        print(f"counted here: {seen.mine_rows} rows, {seen.mine_pairs} pairs; stated by the hub: {stated}")
+    if seen.refused:
+        print(f"statements: {seen.refused}")
     return ExitCode.OK

@@ -10,7 +10,8 @@ from typing import Any, Protocol
 import httpx
 
 from kvasir_console.engine.process.client import EngineClient
-from kvasir_console.errors import NetworkError, SystemResourceError
+from kvasir_console.errors import NetworkError
+from kvasir_console.node.hubpin import HubPin
 from kvasir_console.node.market import Assignment
 from kvasir_console.node.placement.plan import Plan, PlannedStage, verify_plan
 from kvasir_console.node.shards import fetch_expert_shard, fetch_stage
@@ -41,6 +42,10 @@ class Holding(Protocol):
     ) -> None: ...
     async def load(self, client: EngineClient, progress: Progress) -> None: ...
     def coverage(self) -> dict[str, Any]: ...
+    def account(self) -> str:
+        """The worker that the gateway counts this work for."""
+        ...
+
     def sessions(self, gateway: str) -> list[RelaySession]: ...
 
 
@@ -131,6 +136,9 @@ class ExpertHolding:
             "url": f"relay:{session_name(self.worker_id)}",
             "wires": list(WIRE_NAMES),
         }
+
+    def account(self) -> str:
+        return self.worker_id
 
     def sessions(self, gateway: str) -> list[RelaySession]:
         a = self.assignment
@@ -225,6 +233,9 @@ class RingHolding:
     def coverage(self) -> dict[str, Any]:
         return {"model": self.plan.model, "segments": [], "n_layer": self.plan.n_layer}
 
+    def account(self) -> str:
+        return f"ring-{self.plan.ring}-{self.stage.rank}"
+
     def sessions(self, gateway: str) -> list[RelaySession]:
         rank, size = self.stage.rank, len(self.plan.stages)
         edges = [(Kind.RING_NEXT, str(rank), "P"), (Kind.RING_PREV, str((rank - 1) % size), "N")]
@@ -276,26 +287,8 @@ def choose_plan(signed: Iterable[Mapping[str, Any]], hub_key: str, wallet: str, 
     offered = list(signed)
     if not offered or not hub_key:
         return None
-    try:
-        known = pin.read_text(errors="replace").strip() if pin.exists() else ""
-    except OSError as error:
-        raise _pin_unavailable(pin, error) from error
-    if known and known != hub_key:
-        raise NetworkError(
-            "hub_key_changed",
-            "The gateway announces another hub key than the one this node knows.",
-            f"If the operator says that it changed, remove {pin} and start again.",
-        )
+    known = HubPin(pin)
+    known.follow(hub_key, ())
     plans = [verify_plan(plan, hub_key) for plan in offered]
-    if not known:
-        try:
-            pin.write_text(hub_key + "\n")
-        except OSError as error:
-            raise _pin_unavailable(pin, error) from error
+    known.keep(hub_key)
     return next((plan for plan in plans if plan.stage_of(wallet) is not None), None)
-
-
-def _pin_unavailable(pin: Path, error: OSError) -> SystemResourceError:
-    return SystemResourceError(
-        "pin_unavailable", f"The hub key in {pin} cannot be used: {error.strerror}.", "Check its permissions."
-    )

@@ -78,6 +78,31 @@ class EarningsView:
 
 
 @dataclass(frozen=True, slots=True)
+class StatementView:
+    """What this node counted beside what its hub states, cumulative. ``None`` before the first statement."""
+
+    worker: str = ""
+    sequence: int | None = None
+    """Of the latest statement that was verified."""
+    acknowledged: int = 0
+    """The latest one this node signed for."""
+    refused: str = ""
+    """Why the latest answer was not taken, or the latest statement not acknowledged."""
+    mine_bytes_up: int = 0
+    mine_bytes_down: int = 0
+    mine_rows: int = 0
+    mine_pairs: int = 0
+    stated_bytes_up: int | None = None
+    stated_bytes_down: int | None = None
+    stated_rows: int | None = None
+    stated_pairs: int | None = None
+    lost_bytes_up: int = 0
+    """Sent on connections that broke before the hub had it; in none of the figures above."""
+    disputed_bytes: int = 0
+    """By which the hub claimed more for a connection than this node counted."""
+
+
+@dataclass(frozen=True, slots=True)
 class DownloadView:
     what: str
     done_bytes: int
@@ -109,6 +134,7 @@ class NodeSnapshot:
     relays: tuple[RelayView, ...] = ()
     work: WorkView = WorkView()
     earnings: EarningsView = EarningsView()
+    statements: StatementView = StatementView()
     download: DownloadView | None = None
     machine: MachineView = MachineView()
     log: tuple[str, ...] = ()
@@ -129,6 +155,7 @@ class NodeSnapshot:
         pairs = tuple(work.get("expert_pairs", ()))
         fields["work"] = WorkView(**{**work, "history": tuple(work["history"]), "expert_pairs": pairs})
         fields["earnings"] = EarningsView(**fields["earnings"])
+        fields["statements"] = StatementView(**fields["statements"])
         fields["download"] = None if fields["download"] is None else DownloadView(**fields["download"])
         fields["machine"] = MachineView(**fields["machine"])
         fields["log"] = tuple(fields["log"])

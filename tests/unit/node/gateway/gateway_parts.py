@@ -32,6 +32,7 @@ from kvasir_console.node.gateway.openai import OpenAI
 from kvasir_console.node.gateway.participation import Participation
 from kvasir_console.node.gateway.payments import Payments
 from kvasir_console.node.gateway.plans import PlannedRing, make_rings
+from kvasir_console.node.gateway.statements import Statements
 from kvasir_console.node.gateway.store import Store
 from kvasir_console.relay.front import Front
 from kvasir_console.relay.hub import Hub
@@ -187,6 +188,7 @@ class Gateway:
     clock: Clock
     trunks: NoTrunks
     socket: Path
+    statements: Statements
 
     @property
     def service(self) -> dict[str, str]:
@@ -243,6 +245,7 @@ async def gateway(
     trunks = NoTrunks()
     hub = Hub(HubAuthority(identity, census, rings, trunks, meter, clock))
     meter.watch_bytes(hub.sessions)
+    statements = Statements(store, identity, hub, clock)
     ledger = Ledger(store)
     generations = Generations(store, clock)
     socket = directory / "http.sock"
@@ -259,6 +262,7 @@ async def gateway(
             *Info(identity, store, openai, config, WalletConfig(), f"http://127.0.0.1:{front.port}").routes(),
             *Participation(identity, census, Slices(directory / "slices", catalog), rings, meter, hub, clock).routes(),
             *Payments(identity, ledger, census, minimum_micro_kvr=minimum_micro_kvr, clock=clock).routes(),
+            *statements.routes(),
         ]
     )
     transport = httpx.AsyncHTTPTransport(uds=str(socket))
@@ -279,6 +283,7 @@ async def gateway(
                 clock,
                 trunks,
                 socket,
+                statements,
             )
             await generations.close()
             await hub.close()

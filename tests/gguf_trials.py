@@ -86,16 +86,18 @@ class Report:
 def run(count: int, *, first: int = 0, jobs: int = 1, kernels: Sequence[str] = KERNELS) -> Report:
     """Run the seeds ``[first, first + count)`` in ``jobs`` warm processes of their own."""
     command = [sys.executable, __file__, str(count), "--from", str(first), "--kernels", ",".join(kernels)]
-    workers = [
-        subprocess.Popen([*command, "--share", f"{share}/{jobs}", "--lines"], stdout=subprocess.PIPE, text=True)
-        for share in range(jobs)
-    ]
+    shares = []
+    for share in range(jobs):
+        lines = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed below
+        argv = [*command, "--share", f"{share}/{jobs}", "--lines"]
+        shares.append((subprocess.Popen(argv, stdout=lines), lines))
     outcomes = []
-    for worker in workers:
-        out, _ = worker.communicate()
-        if worker.returncode:
-            raise RuntimeError("a warm process ended early; its own words are above")
-        outcomes += [Outcome(**json.loads(line)) for line in out.splitlines()]
+    for worker, lines in shares:
+        with lines:
+            if worker.wait():
+                raise RuntimeError("a warm process ended early; its own words are above")
+            lines.seek(0)
+            outcomes += [Outcome(**json.loads(line)) for line in lines]
     return report(outcomes)
 
 

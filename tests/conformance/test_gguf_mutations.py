@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import time
 from collections.abc import Callable
@@ -35,6 +36,7 @@ def test_a_seed_gives_the_same_mutant_always(tmp_path: Path) -> None:
 
 
 def _crash() -> str:
+    faulthandler.disable()  # no news for whoever reads the log
     os.abort()
 
 

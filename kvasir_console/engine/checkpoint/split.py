@@ -49,6 +49,12 @@ def read_split(header: Header, file: str) -> SplitPart | None:
     return SplitPart(number, count, n_tensors)
 
 
+def model_of(file: str) -> str | None:
+    """The name of the model of which ``file`` is a part, if it is named like one."""
+    match = _NAME.fullmatch(file)
+    return match["model"] if match and int(match["count"]) > 1 else None
+
+
 def part_names(file: str, part: SplitPart) -> list[str]:
     """The names of all parts, beside ``file``, which is ``part``.
 

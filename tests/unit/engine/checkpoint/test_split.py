@@ -21,6 +21,7 @@ from kvasir_console.engine.checkpoint.shard import verify_stage, write_expert_sh
 from kvasir_console.engine.kvcache import Span
 from kvasir_console.engine.stage import Stage
 from kvasir_console.errors import ModelError
+from kvasir_console.node.models_command import describe
 
 import builders
 
@@ -152,6 +153,8 @@ def test_a_summary_counts_all_parts(whole: Path, parts: list[Draft], tmp_path: P
     assert several.layer_bytes == one.layer_bytes
     assert several.model_digest == one.model_digest
     assert not several.refusal
+    assert (one.files, several.files) == (1, 3)
+    assert f"({several.file_bytes / 1e6:.1f} MB in 3 files)" in describe(several)
 
 
 @pytest.mark.parametrize("absent", [0, 1, 2])

@@ -100,9 +100,10 @@ def test_parts_written_by_gguf_py_are_read(tmp_path: Path) -> None:
         assert all(np.array_equal(stored[name], each.ravel()) for name, each in values.items())
 
 
-def test_llamacpp_opens_the_parts_and_computes_what_we_compute(whole: Path, parts: list[Draft], tmp_path: Path) -> None:
+@pytest.mark.parametrize("cut", ["three", "metadata first"])
+def test_llamacpp_opens_the_parts_and_computes_what_we_compute(whole: Path, tmp_path: Path, cut: str) -> None:
     xllamacpp = pytest.importorskip("xllamacpp")
-    paths = write_parts(parts, tmp_path)
+    paths = write_parts(split(parsed(whole.read_bytes()), CUTS[cut]), tmp_path)
     params = xllamacpp.CommonParams()
     params.model.path = str(paths[0])
     params.n_ctx = 256

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import httpx
 
 from kvasir_console.engine.process.client import EngineClient
-from kvasir_console.errors import NetworkError
+from kvasir_console.errors import NetworkError, SystemResourceError
 from kvasir_console.node.hubpin import HubPin
 from kvasir_console.node.market import Assignment
 from kvasir_console.node.placement.plan import Plan, PlannedStage, verify_plan

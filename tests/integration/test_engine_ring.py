@@ -222,24 +222,6 @@ async def test_the_entry_takes_generation_verbs_only(ring: Ring) -> None:
     await entry.close()
 
 
-async def test_a_killed_rank_fails_its_requests_with_a_reason(ring: Ring) -> None:
-    entry = await ring.entry()
-    os.kill(ring.stages[-1].pid, signal.SIGSTOP)
-    running = asyncio.create_task(complete(entry, REQUEST))
-
-    async def waiting() -> bool:
-        return (await ring.stages[0].client.stats())["ring"]["sequences"] == 1
-
-    await until(waiting)
-    os.kill(ring.stages[-1].pid, signal.SIGKILL)
-    with pytest.raises(EngineError) as caught:
-        await running
-    assert caught.value.code == "ring_broken"
-    with pytest.raises(EngineError):
-        await complete(entry, REQUEST)
-    await entry.close()
-
-
 async def test_a_stage_of_another_model_is_not_joined(dense: Path, tmp_path: Path) -> None:
     other = builders.write_tiny_llama(tmp_path / "other.gguf", n_layer=N_LAYER, seed=6)
     async with engine(tmp_path / "a", "a") as one, engine(tmp_path / "b", "b") as two:

@@ -87,6 +87,8 @@ def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         case "gateway":
             from kvasir_console import headless
 
+            if arguments.rotate_hub_key:
+                return headless.rotate_hub_key()
             return headless.run_gateway(_load(arguments))
         case "status":
             from kvasir_console import headless
@@ -153,6 +155,9 @@ def _parser() -> argparse.ArgumentParser:
     _wallet_parser(commands.add_parser("wallet", help="make, import, guard and use the wallet"))
     _bench_parser(commands.add_parser("bench", help="measure this machine, alone or against llama.cpp"))
     gateway = commands.add_parser("gateway", help="run the gateway, hub and front port (operators)")
+    gateway.add_argument(
+        "--rotate-hub-key", action="store_true", help="give the hub a new signing key, signed for by the old one"
+    )
     _setting_option(gateway, dest="command_set", default=argparse.SUPPRESS)
     status = commands.add_parser("status", help="the state of the node that runs with this KVASIR_HOME")
     status.add_argument("--json", action="store_true", help="print the whole snapshot as JSON")
@@ -267,3 +272,13 @@ def _bench_parser(parser: argparse.ArgumentParser) -> None:
     ring.add_argument("--seed", type=int, default=0, metavar="N")
     ring.add_argument("--keep", metavar="DIR", help="keep homes and logs there")
     ring.add_argument("--json", action="store_true")
+    same = commands.add_parser("equivalence", help="how far two ways to compute a model are apart, layer by layer")
+    same.add_argument("--model", metavar="FILE|NAME", default="smollm2", help="a GGUF, or a name of models list")
+    form = "KERNELS[:kv=TYPE][:threads=N][:device=D]"
+    same.add_argument("--a", metavar=form, default="reference", help="the one to compare with (default reference)")
+    same.add_argument("--b", metavar=form, default="auto", help="the one compared (default auto)")
+    same.add_argument("--b-model", metavar="FILE|NAME", help="what B reads instead: the same network otherwise stored")
+    same.add_argument("--tokens", type=int, default=32, metavar="N", help="greedy tokens after each text (default 32)")
+    same.add_argument("--prompts", type=int, default=4, metavar="N", help="texts, 1 to 8 (default 4)")
+    same.add_argument("--threads", type=int, default=0, metavar="N", help="of a side that names none")
+    same.add_argument("--json", action="store_true")

@@ -70,14 +70,32 @@ def run_gateway(config: Config) -> int:
     return asyncio.run(_gateway(config, paths))
 
 
+def rotate_hub_key() -> int:
+    """Give the hub of this home a new signing key; the gateway is to be stopped first.
+
+    Raises:
+        SystemResourceError: there is no key yet, or its files cannot be written.
+    """
+    from kvasir_console.node.gateway import hubkey
+
+    paths = Paths.from_environment().ensure()
+    rotation = hubkey.rotate(paths.data / "gateway", int(time.time()))
+    print(f"The hub signs with {rotation.new} from its next start on; {rotation.old} has signed for it.")
+    return ExitCode.OK
+
+
 async def _gateway(config: Config, paths: Paths) -> int:
+    from kvasir_console.node.gateway.publicfront import PublicFront
     from kvasir_console.node.gateway.service import GatewayService
 
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
-    async with GatewayService(config, paths) as service:
+    made: PublicFront | GatewayService = (
+        PublicFront(config) if config.gateway.upstream else GatewayService(config, paths)
+    )
+    async with made as service:
         print(f"The gateway answers on {service.public_url}", file=sys.stderr, flush=True)
         ended = {asyncio.create_task(stopping.wait()), asyncio.create_task(service.wait())}
         done, running = await asyncio.wait(ended, return_when=asyncio.FIRST_COMPLETED)
@@ -157,6 +175,12 @@ async def _running_node() -> AsyncIterator[AdminClient]:
         await client.close()
 
 
+def _most_asked(pairs: tuple[int, ...], begin: int, count: int = 5) -> str:
+    """The experts that were chosen most often, and how often."""
+    order = sorted(range(len(pairs)), key=lambda at: (-pairs[at], at))[:count]
+    return ", ".join(f"expert {begin + at} ({pairs[at]})" for at in order if pairs[at])
+
+
 def print_status(*, as_json: bool) -> int:
     """Print the state of the node that runs with this home."""
     return asyncio.run(_status(as_json))
@@ -181,5 +205,13 @@ async def _status(as_json: bool) -> int:
         where = f"layer {held.layer}, experts" if held.kind == "experts" else "layers"
         print(f"holds {held.model}, {where} [{held.begin}, {held.end}) of {held.total}")
     print(f"work: {snapshot.work.requests} requests, {snapshot.work.rows} rows, {snapshot.work.pairs} pairs")
+    if snapshot.held is not None and any(snapshot.work.expert_pairs):
+        print(f"most asked for: {_most_asked(snapshot.work.expert_pairs, snapshot.held.begin)}")
     print(f"earned: {pending} pending, {paid} paid")
+    seen = snapshot.statements
+    if seen.worker:
+        stated = "nothing yet" if seen.sequence is None else f"{seen.stated_rows} rows, {seen.stated_pairs} pairs"
+        print(f"counted here: {seen.mine_rows} rows, {seen.mine_pairs} pairs; stated by the hub: {stated}")
+    if seen.refused:
+        print(f"statements: {seen.refused}")
     return ExitCode.OK

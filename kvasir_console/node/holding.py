@@ -11,6 +11,7 @@ import httpx
 
 from kvasir_console.engine.process.client import EngineClient
 from kvasir_console.errors import NetworkError, SystemResourceError
+from kvasir_console.node.hubpin import HubPin
 from kvasir_console.node.market import Assignment
 from kvasir_console.node.placement.plan import Plan, PlannedStage, verify_plan
 from kvasir_console.node.shards import fetch_expert_shard, fetch_stage
@@ -43,6 +44,10 @@ class Holding(Protocol):
     ) -> None: ...
     async def load(self, client: EngineClient, progress: Progress) -> None: ...
     def coverage(self) -> dict[str, Any]: ...
+    def account(self) -> str:
+        """The worker that the gateway counts this work for."""
+        ...
+
     def sessions(self, gateway: str) -> list[RelaySession]: ...
 
 
@@ -138,6 +143,9 @@ class ExpertHolding:
             "wires": list(WIRE_NAMES),
         }
 
+    def account(self) -> str:
+        return self.worker_id
+
     def sessions(self, gateway: str) -> list[RelaySession]:
         a = self.assignment
         name = session_name(self.worker_id)
@@ -162,6 +170,7 @@ class RingHolding:
     plan: Plan
     wallet: str
     context_length: int
+    kv_budget_bytes: int = 0
     file: Path | None = None
     info: Mapping[str, Any] = field(default_factory=dict)
 
@@ -218,6 +227,7 @@ class RingHolding:
             role="stage",
             layers=[stage.begin, stage.end],
             context_length=self.context_length,
+            kv_budget_bytes=self.kv_budget_bytes,
             ring=ring_fields(self.plan, stage),
         )
 
@@ -232,6 +242,9 @@ class RingHolding:
 
     def coverage(self) -> dict[str, Any]:
         return {"model": self.plan.model, "segments": [], "n_layer": self.plan.n_layer}
+
+    def account(self) -> str:
+        return f"ring-{self.plan.ring}-{self.stage.rank}"
 
     def sessions(self, gateway: str) -> list[RelaySession]:
         rank, size = self.stage.rank, len(self.plan.stages)
@@ -284,26 +297,8 @@ def choose_plan(signed: Iterable[Mapping[str, Any]], hub_key: str, wallet: str, 
     offered = list(signed)
     if not offered or not hub_key:
         return None
-    try:
-        known = pin.read_text(errors="replace").strip() if pin.exists() else ""
-    except OSError as error:
-        raise _pin_unavailable(pin, error) from error
-    if known and known != hub_key:
-        raise NetworkError(
-            "hub_key_changed",
-            "The gateway announces another hub key than the one this node knows.",
-            f"If the operator says that it changed, remove {pin} and start again.",
-        )
+    known = HubPin(pin)
+    known.follow(hub_key, ())
     plans = [verify_plan(plan, hub_key) for plan in offered]
-    if not known:
-        try:
-            pin.write_text(hub_key + "\n")
-        except OSError as error:
-            raise _pin_unavailable(pin, error) from error
+    known.keep(hub_key)
     return next((plan for plan in plans if plan.stage_of(wallet) is not None), None)
-
-
-def _pin_unavailable(pin: Path, error: OSError) -> SystemResourceError:
-    return SystemResourceError(
-        "pin_unavailable", f"The hub key in {pin} cannot be used: {error.strerror}.", "Check its permissions."
-    )

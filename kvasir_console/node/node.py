@@ -17,6 +17,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -32,12 +33,14 @@ from kvasir_console.node.accounts import Accounts
 from kvasir_console.node.admin import Handler
 from kvasir_console.node.credentials import Credentials
 from kvasir_console.node.holding import ExpertHolding, Holding, RelaySession, RingHolding, choose_plan, ring_fields
+from kvasir_console.node.hubpin import HubPin
 from kvasir_console.node.market import USER_AGENT, Assignment, GatewayInfo, Market
 from kvasir_console.node.phase import Phase
 from kvasir_console.node.placement.plan import Plan
 from kvasir_console.node.signing import WalletSigner
 from kvasir_console.node.snapshot import DownloadView, MachineView, NodeSnapshot, RelayView
 from kvasir_console.node.star import Star
+from kvasir_console.node.statements import StatementBook
 from kvasir_console.node.supervisor import Engine
 from kvasir_console.node.telemetry import Counters, Telemetry
 from kvasir_console.node.worker_id import worker_id
@@ -74,6 +77,11 @@ class Node:
         self.worker_id = worker_id(self.wallet, self.name)
         self._credentials = Credentials(self._market, self._signer, self.wallet, paths.state / "node-token.json")
         self._accounts = Accounts(self._market, self._signer, self.wallet, config.wallet)
+        host = self._market.host.replace(":", "-")
+        self._pin_file = paths.state / f"hub-key-{host}"
+        self._statements = StatementBook(
+            self._market, self.wallet, paths.state / f"statements-{host}.json", HubPin(self._pin_file)
+        )
         self._engine = Engine(
             "node",
             paths.runtime,
@@ -94,7 +102,9 @@ class Node:
         self._star: asyncio.Task[None] | None = None
         self._download: DownloadView | None = None
         self._telemetry = Telemetry()
+        self._sampled_at = time.monotonic()
         self._engine_rss: int | None = None
+        self._expert_pairs: tuple[int, ...] = ()
         self._log: deque[str] = deque(maxlen=LOG_LINES)
         self._wake = asyncio.Event()
         self._stopping = asyncio.Event()
@@ -119,8 +129,11 @@ class Node:
             state=self._state,
             held=None if self._holding is None else self._holding.view(),
             relays=tuple(_relay_view(uplink.snapshot(), now_s) for uplink in (*self._uplinks, *self._waiting)),
-            work=self._telemetry.view(layers=isinstance(self._holding, RingHolding)),
+            work=replace(
+                self._telemetry.view(layers=isinstance(self._holding, RingHolding)), expert_pairs=self._expert_pairs
+            ),
             earnings=self._accounts.view(),
+            statements=self._statements.view(),
             download=self._download,
             machine=MachineView(
                 cpu_percent=psutil.cpu_percent(interval=None),
@@ -219,6 +232,7 @@ class Node:
             await asyncio.gather(stopping, *others, return_exceptions=True)
             await self._drain()
             await self._drop_uplinks()
+            self._statements.save()
             engine.cancel()  # last: the sessions that just ended were served by it
             await asyncio.gather(engine, return_exceptions=True)
 
@@ -260,6 +274,7 @@ class Node:
         info = await self._market.config()
         self._accounts.learn(info)
         self._credentials.learn(info)
+        self._statements.learn(info)
         await self._delegate()
         await self._with_token(self._market.demand)
         if isinstance(self._holding, RingHolding) and await self._planned(info) != self._holding.plan:
@@ -282,7 +297,8 @@ class Node:
             if serve in ("auto", "ring") and info.placement:
                 plan = await self._planned(info)
                 if plan is not None:
-                    return RingHolding(plan, self.wallet, self._config.engine.context_length)
+                    engine = self._config.engine
+                    return RingHolding(plan, self.wallet, engine.context_length, engine.kv_budget_bytes)
             reason = "No signed plan names this wallet."
             if serve in ("auto", "experts"):
                 answer = await self._with_token(self._volunteer)
@@ -297,8 +313,7 @@ class Node:
     async def _planned(self, info: GatewayInfo) -> Plan | None:
         """The signed plan that names this wallet."""
         plans = await self._with_token(self._market.placements)
-        pin = self._paths.state / f"hub-key-{self._market.host.replace(':', '-')}"
-        return choose_plan(plans, info.hub_key, self.wallet, pin)
+        return choose_plan(plans, info.hub_key, self.wallet, self._pin_file)
 
     async def _volunteer(self, token: str, model: str = "") -> Assignment | str:
         node = self._config.node
@@ -414,6 +429,12 @@ class Node:
     def _uplink(self, session: RelaySession, info: GatewayInfo, on_change: Callable[[UplinkState], None]) -> Uplink:
         network = self._config.network
         quick = session.preamble.kind in QUICK_KINDS
+
+        def changed(state: UplinkState) -> None:
+            if state.phase is UplinkPhase.OPEN:
+                self._statements.save()  # the connection before was just settled; a crash must not forget how
+            on_change(state)
+
         return Uplink(
             session.url,
             session.name,
@@ -425,7 +446,8 @@ class Node:
             user_agent=USER_AGENT,
             redial_min_s=min(network.redial_min_s, QUICK_REDIAL_S[0]) if quick else network.redial_min_s,
             redial_max_s=min(network.redial_max_s, QUICK_REDIAL_S[1]) if quick else network.redial_max_s,
-            on_change=on_change,
+            on_change=changed,
+            count=None if self._holding is None else self._statements.count(self._holding.account(), session.name),
         )
 
     async def _session_token(self, *, refresh: bool) -> str:
@@ -472,6 +494,8 @@ class Node:
     def _engine_exited(self, reason: str) -> None:
         self._client = None
         self._engine_rss = None
+        self._statements.unsure()
+        self._expert_pairs = ()
         self._engine_changed.set()
         self._note(reason)
         self._wake.set()
@@ -488,28 +512,34 @@ class Node:
 
     async def _sample(self) -> None:
         """Counters of the engine, once a second."""
-        last = time.monotonic()
         while True:
             await asyncio.sleep(1.0)
-            client = self._client
-            if client is None:
-                continue
             with contextlib.suppress(KvasirError):
-                stats = await client.stats()
-                now = time.monotonic()
-                served = stats["served"] or {}
-                ring = stats["ring"] or {}
-                if ring.get("behind"):
-                    self._wake.set()  # its neighbours have a newer plan
-                counters = Counters(
-                    requests=int(served.get("requests", 0)),
-                    rows=int(served.get("rows", ring.get("rows", 0))),
-                    pairs=int(served.get("pairs", 0)),
-                    tokens=max(int(stats["tokens_total"]), int(ring.get("sampled", 0))),
-                )
-                self._telemetry.sample(counters, now - last)
-                last = now
-                self._engine_rss = int(stats["rss_bytes"])
+                await self._sample_once()
+
+    async def _sample_once(self) -> None:
+        """Raises ``EngineError``."""
+        client = self._client
+        if client is None:
+            return
+        stats = await client.stats()
+        now = time.monotonic()
+        served = stats["served"] or {}
+        ring = stats["ring"] or {}
+        if ring.get("behind"):
+            self._wake.set()  # its neighbours have a newer plan
+        counters = Counters(
+            requests=int(served.get("requests", 0)),
+            rows=int(served.get("rows", ring.get("rows", 0))),
+            pairs=int(served.get("pairs", 0)),
+            tokens=max(int(stats["tokens_total"]), int(ring.get("sampled", 0))),
+        )
+        self._telemetry.sample(counters, now - self._sampled_at)
+        self._sampled_at = now
+        work = self._telemetry.view()
+        self._statements.work(work.rows, work.pairs)
+        self._expert_pairs = tuple(stats["experts"][0]["pairs"]) if stats.get("experts") else ()
+        self._engine_rss = int(stats["rss_bytes"])
 
     async def _follow_earnings(self) -> None:
         pause_s = min(10.0, self._config.node.poll_s)
@@ -518,6 +548,9 @@ class Node:
                 await self._signer.refresh()  # it locks itself when nobody uses it
             try:
                 await self._accounts.refresh()
+                await self._statements.fetch(self._with_token)
+                await self._sample_once()  # what is stated may be younger than the last sample
+                await self._statements.agree(self._with_token, self._credentials.session_key)
                 if self._config.node.auto_claim and self._accounts.claimable and not self._signer.locked:
                     await self.claim()
             except KvasirError as error:

@@ -29,6 +29,10 @@ class Admission:
     key: str
     """One live session per key: a session name, or ``ring/edge/role``."""
     wallet: str
+    worker: str = ""
+    """Whose bytes these are among the wallet's workers."""
+    model_digest: str = ""
+    """Of the model they are for, in hexadecimal digits."""
     peer_key: str | None = None
     """Ring edge: the key of the other end."""
     preamble: Preamble | None = None

@@ -111,6 +111,7 @@ class Pipeline(Protocol):
     @property
     def depth(self) -> int:
         """How many steps, of different sequences, may be under way at once; it may change between steps."""
+        ...
 
     interruptible: bool
     """Whether ``close`` may be called while a step holds the sequence."""

@@ -229,13 +229,12 @@ class Router:
             tally.count_local(some.rows + step.start)
             total.local(bank, x, some)
 
-        for session in self._roster.probes(layer):
-            self._probe(session, layer, x, pairs, total)
-
         def remote(some: Pairs) -> None:
             tally.count_remote(some.rows + step.start)
-            counts = self.pairs_remote[layer]
-            counts += np.bincount(some.ids - bank.begin, minlength=len(counts))
+            self.pairs_remote[layer] += np.bincount(some.ids - bank.begin, minlength=bank.end - bank.begin)
+
+        for session in self._roster.probes(layer):
+            self._probe(session, layer, x, pairs, total)
 
         if not parts:
             local(pairs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -12,6 +13,7 @@ from kvasir_console.errors import WalletError
 from kvasir_console.node.gateway.census import Census
 from kvasir_console.node.gateway.coverage import Window
 from kvasir_console.node.gateway.identity import Identity
+from kvasir_console.node.gateway.metering import ring_worker_id
 from kvasir_console.node.gateway.plans import PlannedRing
 from kvasir_console.relay.authority import Admission, Refused
 from kvasir_console.relay.closing import CloseCode
@@ -94,6 +96,8 @@ class HubAuthority:
         return Admission(
             key=session,
             wallet=wallet,
+            worker=worker.worker_id,
+            model_digest=self._census.models[worker.model].digest.hex(),
             preamble=Preamble(
                 kind=Kind.DISPATCH,
                 session=session,
@@ -126,10 +130,11 @@ class HubAuthority:
         rank = 0 if entry else (int(edge) + (role == "N")) % len(stages)
         if stages[rank].wallet != wallet:
             raise Refused(CloseCode.FORBIDDEN, "the plan names another wallet here")
+        admission = Admission("", wallet, ring_worker_id(ring_id, rank), ring.plan.model_digest)
         if entry:
-            return Admission(key=f"{ring_id}/entry/N", wallet=wallet, entry_model=ring.plan.model)
+            return replace(admission, key=f"{ring_id}/entry/N", entry_model=ring.plan.model)
         name = f"{ring_id}/{int(edge)}"
-        return Admission(key=f"{name}/{role}", wallet=wallet, peer_key=f"{name}/{'N' if role == 'P' else 'P'}")
+        return replace(admission, key=f"{name}/{role}", peer_key=f"{name}/{'N' if role == 'P' else 'P'}")
 
 
 def _waiting(ring: PlannedRing, wallet: str, edge: str) -> Admission:
@@ -141,7 +146,8 @@ def _waiting(ring: PlannedRing, wallet: str, edge: str) -> Admission:
     if rank is None:
         raise Refused(CloseCode.FORBIDDEN, "the plan does not name this wallet")
     star = _star(ring, rank)
-    return Admission(key=f"{star}/{int(slot)}", wallet=wallet, star=star)
+    worker = ring_worker_id(ring.plan.ring, rank)
+    return Admission(f"{star}/{int(slot)}", wallet, worker, ring.plan.model_digest, star=star)
 
 
 def _star(ring: PlannedRing, rank: int) -> str:

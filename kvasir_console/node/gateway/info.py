@@ -59,7 +59,9 @@ class Info:
             "placement": 1,
             "signed_actions": 1,
             "delegation": 1,
+            "statements": 1,
             "hub_key": self._identity.hub_key,
+            "hub_key_rotations": self._identity.hub_key_rotations,
         }
         return JSONResponse(
             {

@@ -252,6 +252,18 @@ class Meter:
         return sorted(found, key=lambda row: (row.wallet, row.worker_id, row.run_id))
 
 
+def worker_totals(connection: sa.Connection, wallet: str, worker_id: str) -> tuple[int, int]:
+    """(rows, pairs) that a worker was ever metered with, over all runs."""
+    mine = (meter.c.wallet == wallet, meter.c.worker_id == worker_id)
+    total = sa.select(sa.func.coalesce(sa.func.sum(meter.c.rows), 0), sa.func.coalesce(sa.func.sum(meter.c.pairs), 0))
+    rows, pairs = connection.execute(total.where(*mine)).one()
+    for row in connection.execute(sa.select(ring_totals)):
+        for share in ring_contributions(row.plan, int(row.token_rows), int(row.requests), int(row.updated_at)):
+            if (share.wallet, share.worker_id) == (wallet, worker_id):
+                rows += share.rows
+    return int(rows), int(pairs)
+
+
 def ring_contributions(plan_text: str, token_rows: int, requests: int, updated_at: int) -> list[Contribution]:
     """What the stages of a plan earned for ``token_rows`` through all of them.
 
@@ -265,7 +277,7 @@ def ring_contributions(plan_text: str, token_rows: int, requests: int, updated_a
         Contribution(
             run_id=f"ring:{plan.ring}:{plan.generation}",
             wallet=stage.wallet,
-            worker_id=f"ring-{plan.ring}-{stage.rank}",
+            worker_id=ring_worker_id(plan.ring, stage.rank),
             kind=RING,
             model=plan.model,
             micro_units=earned,
@@ -278,6 +290,11 @@ def ring_contributions(plan_text: str, token_rows: int, requests: int, updated_a
         )
         for stage, earned in zip(plan.stages, split.earned_micro_units, strict=True)
     ]
+
+
+def ring_worker_id(ring: str, rank: int) -> str:
+    """The worker that a rank of a ring is, whichever machine its wallet runs it on."""
+    return f"ring-{ring}-{rank}"
 
 
 def _sum(one: Contribution | None, other: Contribution) -> Contribution:

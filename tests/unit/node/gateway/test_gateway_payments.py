@@ -306,7 +306,9 @@ async def test_config_has_the_contracts_fields_and_the_extensions(served: Gatewa
         "placement": 1,
         "signed_actions": 1,
         "delegation": 1,
+        "statements": 1,
         "hub_key": served.identity.hub_key,
+        "hub_key_rotations": [],
     }
     served.store.set_fact(TREASURY_FACT, CAROL.address)
     config = (await served.client.get("/api/config")).json()

@@ -46,7 +46,7 @@ class Fault:
     """Strikes once this share of all tokens has come."""
     kind: Kind
     target: str
-    """``stage-0``, ``worker-2`` or ``gateway``, which holds the hub."""
+    """``stage-0``, ``worker-2`` or ``gateway``, which holds the hub and talks to the clients."""
     part: Part
     after_bytes: int = 0
     """A cut: 0 resets every connection of the link at once, else the one that has passed so many more, in mid-frame."""
@@ -59,8 +59,7 @@ def schedule(seed: int, count: int = 16, *, stages: int = 3, workers: int = 4) -
     """The faults of a run, in order.
 
     The first, the last and a middle rank, a worker and the hub are each struck, each by every kind as far as ``count``
-    goes round; the hub is not killed, because the gateway that clients talk to is the same process. Workers take turns,
-    so that none is struck again before it is back.
+    goes round. Workers take turns, so that none is struck again before it is back.
 
     Raises:
         ValueError: fewer than ``MIN_FAULTS``, or no middle rank.
@@ -72,7 +71,7 @@ def schedule(seed: int, count: int = 16, *, stages: int = 3, workers: int = 4) -
     drawn: list[tuple[str, Kind]] = []
     while len(drawn) < count:
         ranks = ("stage-0", f"stage-{rng.randrange(1, stages - 1)}", f"stage-{stages - 1}")
-        lap = [(target, kind) for target in (*ranks, _WORKER) for kind in Kind] + [(HUB, Kind.STOP), (HUB, Kind.CUT)]
+        lap = [(target, kind) for target in (*ranks, _WORKER, HUB) for kind in Kind]
         drawn += _some(rng, lap, count - len(drawn))
     rng.shuffle(drawn)
     named = [(f"{_WORKER}{next(turns)}" if target == _WORKER else target, kind) for target, kind in drawn]

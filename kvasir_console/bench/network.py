@@ -18,6 +18,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,8 @@ log = logging.getLogger(__name__)
 Say = Callable[[str], None]
 START_TIMEOUT_S = 180.0
 CALL_TIMEOUT_S = 5.0
+SETTLE_S = 60.0
+"""A gateway that was started again may say so long that its models are not served yet."""
 _NO_LEDGER = "http://127.0.0.1:9"
 """Loopback's discard port: nothing listens there, and nobody is asked for money by mistake."""
 
@@ -68,15 +71,18 @@ class Kept:
     def __init__(self, child: ChildProcess, say: Say) -> None:
         self.child = child
         self.restarts = 0
+        self.ended_s = -inf
+        """When it last ended, on the event loop's clock."""
         self._say = say
 
     async def run(self) -> None:
         """Until cancelled; the process then still runs."""
         while True:
             report = await self.child.wait()
+            self.ended_s = asyncio.get_running_loop().time()
+            self.restarts += 1
             self._say(f"{report.reason} It is started again.")
             await self.child.start()
-            self.restarts += 1
 
 
 class RingNetwork:
@@ -235,6 +241,15 @@ class RingNetwork:
                     await client.close()
         except (KvasirError, TimeoutError, OSError):
             return None
+
+    @property
+    def gateway_deaths(self) -> int:
+        return self.kept[self.operator.name].restarts
+
+    @property
+    def gateway_settled(self) -> bool:
+        """Whether the gateway has run long enough for a request to be its own failure."""
+        return asyncio.get_running_loop().time() - self.kept[self.operator.name].ended_s > SETTLE_S
 
     def console_pid(self, name: str) -> int | None:
         """The console process of a member, or of the gateway (``gateway``)."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import secrets
 import statistics
 import tempfile
 from collections.abc import AsyncIterator, Callable
@@ -23,10 +24,13 @@ from kvasir_console.bench.models import Recipe, write_model
 from kvasir_console.bench.network import Layout, RingNetwork
 from kvasir_console.bench.strikes import Striker
 from kvasir_console.errors import KvasirError
+from kvasir_console.local.chat import Answer
 
 Say = Callable[[str], None]
 RECOVERY_TIMEOUT_S = 180.0
 WORK_TIMEOUT_S = 60.0
+MAX_RESENT = 240
+RESEND_S = 0.5
 _SAMPLE_S = 0.5
 
 
@@ -61,6 +65,8 @@ class Run:
     tokens: tuple[int, ...] = ()
     rows: int = 0
     error: str = ""
+    resent: int = 0
+    """How often it was sent again because the gateway had died."""
 
 
 @dataclass(slots=True)
@@ -87,6 +93,8 @@ class Batch:
     """Requests that run together. ``moved`` is set at every piece of text."""
 
     runs: list[Run]
+    name: str = ""
+    """Not empty: requests are sent under keys that begin so, and again to a gateway that died in between."""
     moved: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -161,7 +169,7 @@ async def disturbed(
     net: RingNetwork, made: list[Request], tokens: int, faults: tuple[Fault, ...], say: Say
 ) -> tuple[Batch, list[Event]]:
     """All requests at once, and the faults while they run."""
-    batch = Batch([Run(request) for request in made])
+    batch = Batch([Run(request) for request in made], name=secrets.token_hex(8))
     events = [Event(fault) for fault in faults]
     striker = Striker(net)
     striking = asyncio.create_task(_strike_all(striker, batch, events, tokens, say), name="faults")
@@ -177,20 +185,48 @@ async def disturbed(
 
 
 async def _complete(net: RingNetwork, batch: Batch, run: Run, tokens: int) -> None:
-    def moved() -> None:
-        run.pieces += 1
-        batch.moved.set()
-
+    """Run one request to its end, or until it fails though the gateway lived."""
     try:
-        answer = await net.client.complete(
-            net.model_id, run.request.prompt, tokens, sampling=run.request.sampling, on_text=moved
-        )
-        run.tokens, run.rows = answer.tokens, int(answer.kvasir.get("stage_rows", 0))
-    except KvasirError as error:
-        run.error = f"{error.code}: {error.message} {error.hint}".strip()
+        while True:
+            deaths = net.gateway_deaths
+            try:
+                answer = await _once(net, batch, run, tokens)
+            except KvasirError as error:
+                if not batch.name or not await _died(net, deaths) or run.resent > MAX_RESENT:
+                    run.error = f"{error.code}: {error.message} {error.hint}".strip()
+                    return
+                run.resent += 1
+                continue
+            run.tokens, run.rows = answer.tokens, int(answer.kvasir.get("stage_rows", 0))
+            return
     finally:
         run.over = True
         batch.moved.set()
+
+
+async def _once(net: RingNetwork, batch: Batch, run: Run, tokens: int) -> Answer:
+    told = 0
+
+    def moved() -> None:
+        nonlocal told
+        told += 1
+        if told > run.pieces:  # an answer that is told again tells what was known first
+            run.pieces = told
+            batch.moved.set()
+
+    key = f"{batch.name}-{batch.runs.index(run)}" if batch.name else ""
+    return await net.client.complete(
+        net.model_id, run.request.prompt, tokens, sampling=run.request.sampling, on_text=moved, idempotency_key=key
+    )
+
+
+async def _died(net: RingNetwork, deaths: int) -> bool:
+    """Whether the gateway died since there were ``deaths``, or is just coming up again; waits until it is asked again.
+
+    A connection may end before the death of its other end is seen.
+    """
+    await asyncio.sleep(RESEND_S)
+    return net.gateway_deaths > deaths or not net.gateway_settled
 
 
 async def _strike_all(striker: Striker, batch: Batch, events: list[Event], tokens: int, say: Say) -> None:
@@ -309,6 +345,7 @@ def report(plan: Plan, calm: Batch, batch: Batch, events: list[Event], rows: Row
         "kills": len(kills) + missed,
         "recovery_ms_p50": statistics.median(kills) if kills and not missed else None,
         "recovery_ms_max": max(kills) if kills and not missed else None,
+        "resent": sum(run.resent for run in batch.runs),
         "rows": rows.rows,
         "recomputed_rows": rows.recomputed,
         "rows_from_scratch": sum(run.rows for run in calm.runs) * len(plan.windows),

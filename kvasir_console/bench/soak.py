@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 
 from kvasir_console.bench import recovery
-from kvasir_console.bench.faults import Fault, Kind, Part, schedule
+from kvasir_console.bench.faults import HUB, Fault, Kind, Part, schedule
 from kvasir_console.bench.network import RingNetwork
 
 Say = Callable[[str], None]
@@ -38,10 +38,16 @@ class Sample:
 
 
 def soak_faults(seed: int, count: int) -> tuple[Fault, ...]:
-    """A schedule that kills engines only."""
-    return tuple(
-        replace(fault, part=Part.ENGINE) if fault.kind is Kind.KILL else fault for fault in schedule(seed, count)
-    )
+    """A schedule that kills engines only; the hub, which has none, is cut in its place."""
+    return tuple(_sparing(fault) for fault in schedule(seed, count))
+
+
+def _sparing(fault: Fault) -> Fault:
+    if fault.kind is not Kind.KILL:
+        return fault
+    if fault.target == HUB:
+        return replace(fault, kind=Kind.CUT, part=Part.LINK)
+    return replace(fault, part=Part.ENGINE)
 
 
 async def run(plan: recovery.Plan, minutes: float, say: Say, keep: Path | None = None) -> dict[str, Any]:

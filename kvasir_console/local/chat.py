@@ -81,12 +81,14 @@ class Gateway:
         trace: bool = False,
         sampling: Mapping[str, Any] | None = None,
         on_text: Callable[[], None] | None = None,
+        idempotency_key: str = "",
     ) -> Answer:
         """A streamed completion of a raw prompt, of exactly ``max_tokens``. Raises what was answered.
 
         Args:
             sampling: fields of the request that say how tokens are chosen (default: greedily).
             on_text: called for each piece of text, as it comes.
+            idempotency_key: the same request under the same key is the same answer, told from its beginning.
         """
         text: list[str] = []
         started = time.monotonic()
@@ -94,7 +96,9 @@ class Gateway:
         usage: dict[str, Any] = {}
         kvasir: dict[str, Any] = {}
         extension = {"experts": experts, "trace": trace} if trace or experts != "network" else None
-        async for event in self._stream(model, prompt, max_tokens, extension, ignore_eos=True, sampling=sampling):
+        headers = {"Idempotency-Key": idempotency_key} if idempotency_key else {}
+        events = self._stream(model, prompt, max_tokens, extension, ignore_eos=True, sampling=sampling, headers=headers)
+        async for event in events:
             for choice in event.get("choices", ()):
                 if piece := choice.get("delta", {}).get("content"):
                     first = first or time.monotonic()
@@ -130,6 +134,7 @@ class Gateway:
         *,
         ignore_eos: bool,
         sampling: Mapping[str, Any] | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> AsyncIterator[dict[str, Any]]:
         body: dict[str, Any] = {
             "model": model,
@@ -140,12 +145,12 @@ class Gateway:
             "stream": True,
             **(sampling or {}),
         }
-        headers = {}
+        sent = dict(headers or {})
         if extension is not None:
             body["kvasir"] = extension
-            headers = self._service
+            sent |= self._service
         try:
-            request = self._client.stream("POST", "/v1/chat/completions", json=body, headers=headers)
+            request = self._client.stream("POST", "/v1/chat/completions", json=body, headers=sent)
             async with request as response:
                 if response.status_code != 200:
                     raise _refusal(json.loads(await response.aread()))

@@ -322,6 +322,41 @@ def test_a_file_of_another_user_is_refused(file, monkeypatch):
     assert refusal(file).code == "vault_mode"
 
 
+def test_a_directory_may_be_reached_by_a_link_of_ones_own_but_not_by_anothers(file, tmp_path, monkeypatch):
+    link = tmp_path / "link"
+    link.symlink_to(file.parent)
+    with vault.open_vault(link / file.name, PASSPHRASE) as opened:
+        assert opened.phrase == PHRASE
+    real = os.lstat
+
+    def foreign(path, **options):
+        status = list(real(path, **options))
+        status[4] = 65534 if str(path) == str(link) else status[4]
+        return os.stat_result(status)
+
+    monkeypatch.setattr(Path, "lstat", foreign)
+    error = refusal(link / file.name)
+    assert (error.code, "link" in error.message) == ("vault_mode", True)
+
+
+def test_a_vault_that_is_a_link_is_not_followed(file, tmp_path):
+    moved = tmp_path / "elsewhere.json"
+    file.rename(moved)
+    file.symlink_to(moved)
+    assert refusal(file).code == "file_unavailable"
+
+
+def test_a_second_name_of_the_file_keeps_the_old_vault_and_not_the_new_one(file, tmp_path):
+    """A hard link made before a change of passphrase shows what a copy would: the old file, under the old one."""
+    other = tmp_path / "other"
+    other.mkdir(0o700)
+    os.link(file, other / "vault.json")
+    vault.change_passphrase(file, PASSPHRASE, "another passphrase", cost=CHEAP)
+    assert refusal(other / "vault.json", "another passphrase").code == "wrong_passphrase"
+    with vault.open_vault(other / "vault.json", PASSPHRASE) as opened:
+        assert opened.phrase == PHRASE
+
+
 def test_what_is_no_regular_file_is_refused(file):
     content = file.read_bytes()
     file.unlink()

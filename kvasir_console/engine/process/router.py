@@ -103,6 +103,8 @@ class Router:
         self._loop = asyncio.get_running_loop()
         self._live: dict[str, Session] = {}
         self._stats: dict[tuple[str, str, int, int, int], SessionStats] = {}
+        self.pairs_remote = {layer: np.zeros(bank.end - bank.begin, np.int64) for layer, bank in stage.banks.items()}
+        """By layer: pairs of each expert that a remote session computed. The banks count their own."""
 
     def coverage(self) -> list[dict[str, Any]]:
         """Every session ever served, with its acknowledged work (micro-units are ``paid_bytes``)."""
@@ -176,15 +178,15 @@ class Router:
                 continue
             taken |= mine
             sent.append((session, part, self._send(session, x, part)))
-        out = self._local(layer, x, pairs.where(local | ~taken), tally, step)
+        out = self._local(layer, x, pairs.where(local | ~taken), tally, step).to(x.device)
         for session, part, future in sent:
             partial = self._collect(session, future)
             if partial is None:
                 tally.count_failovers(part.rows.numpy() + step.start)
-                out += self._elsewhere(layer, x, part, tally, step, {session.preamble.session})
+                out += self._elsewhere(layer, x, part, tally, step, {session.preamble.session}).to(out.device)
             else:
-                tally.count_remote(part.rows.numpy() + step.start)
-                out += partial
+                self._count(layer, part, tally, step)
+                out += partial.to(out.device)
         return out
 
     def _elsewhere(
@@ -198,10 +200,16 @@ class Router:
                 continue
             partial = self._collect(session, self._send(session, x, pairs))
             if partial is not None:
-                tally.count_remote(pairs.rows.numpy() + step.start)
+                self._count(layer, pairs, tally, step)
                 return partial
             failed.add(held.session)
         return self._local(layer, x, pairs, tally, step)
+
+    def _count(self, layer: int, pairs: _Pairs, tally: StepTally, step: slice) -> None:
+        """Pairs that a session computed."""
+        tally.count_remote(pairs.rows.numpy() + step.start)
+        counts = self.pairs_remote[layer]
+        counts += np.bincount(pairs.ids.numpy() - self._stage.banks[layer].begin, minlength=len(counts))
 
     def _local(self, layer: int, x: torch.Tensor, pairs: _Pairs, tally: StepTally, step: slice) -> torch.Tensor:
         bank = self._stage.banks[layer]

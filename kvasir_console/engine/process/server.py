@@ -83,7 +83,7 @@ class EngineServer:
         if preamble.kind is Kind.DISPATCH and loaded.router is not None:
             await loaded.router.serve(preamble, reader, writer)
         elif preamble.kind is Kind.EXPERTS and loaded.experts is not None:
-            await loaded.experts.serve(reader, writer)
+            await loaded.experts.serve(preamble, reader, writer)
         elif preamble.kind is Kind.RING_NEXT and loaded.ring is not None:
             await loaded.ring.serve_next(reader, writer)
         elif preamble.kind is Kind.RING_PREV and loaded.ring is not None:

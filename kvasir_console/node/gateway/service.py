@@ -176,7 +176,8 @@ class GatewayService:
             return backend
         trunk = TrunkBackend(BackendInfo(model.id, model.name, None, model.shape.context_length))
         engine, wire = self._config.engine, self._config.gateway.dispatch_wire
-        trunks[model.id] = Trunk(f"trunk{number}", model, trunk, self._make_engine, engine, wire)
+        sharers = sum(each.placement != "ring" for each in self._config.gateway.models)
+        trunks[model.id] = Trunk(f"trunk{number}", model, trunk, self._make_engine, engine, wire, sharers)
         return trunk
 
     async def _open_port(self, socket: Path) -> None:

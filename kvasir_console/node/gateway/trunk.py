@@ -46,7 +46,7 @@ EngineFactory = Callable[[str, OnReady, OnExit], SupervisedEngine]
 
 
 class Trunk:
-    """One model's engine."""
+    """One model's engine. ``sharers`` trunks, this one included, divide the machine's memory among them."""
 
     def __init__(
         self,
@@ -56,12 +56,14 @@ class Trunk:
         make_engine: EngineFactory,
         engine: EngineConfig,
         dispatch_wire: str,
+        sharers: int = 1,
     ) -> None:
         self.model = model
         self.engine = make_engine(name, self._ready, self._exited)
         self._backend = backend
         self._config = engine
         self._dispatch_wire = dispatch_wire
+        self._sharers = sharers
         self._client: EngineClient | None = None
         self._run_id = ""
         self._unanswered = 0
@@ -96,6 +98,8 @@ class Trunk:
             role="stage",
             layers=[0, self.model.shape.n_layer],
             context_length=self._config.context_length,
+            kv_budget_bytes=self._config.kv_budget_bytes,
+            kv_sharers=self._sharers,
             dispatch_timeout_s=self._config.dispatch_timeout_s,
             dispatch_wire=self._dispatch_wire,
         )

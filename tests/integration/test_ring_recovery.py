@@ -97,7 +97,7 @@ class Client:
 
     async def start(self, at_least: int) -> None:
         """Send every request, and wait until each has answered so many tokens and none is done."""
-        await self.backend.context_length()
+        await self.backend.limits()
         self.answers = asyncio.gather(*(self.answer(n, each) for n, each in enumerate(REQUESTS)))
         await until(lambda: min(self.seen) >= at_least, 60)
         self.in_flight()
@@ -173,7 +173,7 @@ async def test_two_ranks_killed_at_once(three: Ring, alone: list[DoneEvent]) -> 
 
 async def test_a_rank_killed_while_prompts_are_read(three: Ring, alone: list[DoneEvent]) -> None:
     client = Client(three)
-    await client.backend.context_length()
+    await client.backend.limits()
     client.answers = asyncio.gather(*(client.answer(n, each) for n, each in enumerate(REQUESTS)))
     await until(lambda: max(client.seen) > 0, 60)
     three.stages[1].signal(signal.SIGKILL)
@@ -230,7 +230,7 @@ async def test_a_gateway_that_dies_is_asked_again_by_another(three: Ring, alone:
     """Callers send the same key again: the answers that are being given are told from their beginning."""
     first, second = Client(three), Client(three)
     keyed = [replace(each, key=1 + n) for n, each in enumerate(REQUESTS)]
-    await first.backend.context_length()
+    await first.backend.limits()
     asked = [asyncio.create_task(first.answer(n, each)) for n, each in enumerate(keyed)]
     await until(lambda: min(first.seen) >= 10, 60)
     assert max(first.seen) < REQUESTS[0].max_tokens

@@ -287,6 +287,7 @@ async def _load_stage(
         )
     if ring:
         loaded.ring = RingNode(RingConfig(**ring), stage, digest, compute, budget, loaded.router)
+        info["kv_tokens"] = budget.total_bytes // loaded.ring.window.n_bytes(BLOCK_ROWS) * BLOCK_ROWS
         pipeline = RingPipeline(loaded.ring, stage, compute)
     elif stage.first and stage.last:
         pipeline = LocalPipeline(stage, compute, budget, loaded.router, Groups(policy.groups))

@@ -9,7 +9,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from kvasir_console.engine.process.client import DoneEvent, EngineClient, GenerateRequest, TokenEvent
 from kvasir_console.errors import EngineError, KvasirError
@@ -18,6 +18,7 @@ from kvasir_console.node.gateway.plans import PlannedRing
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 Event = TokenEvent | DoneEvent
 Messages = tuple[dict[str, Any], ...]
 CALL_TIMEOUT_S = 30.0
@@ -199,8 +200,8 @@ class RingBackend(_ClientBackend):
                 self._beats = asyncio.create_task(self._beat(self._client), name=f"ring-{self._ring_id}-beat")
             return self._client
 
-    async def context_length(self) -> int:
-        return await self._persist(super().context_length)
+    async def limits(self) -> Limits:
+        return await self._persist(super().limits)
 
     async def count_tokens(self, prompt: str | None, messages: Messages | None) -> int:
         count = super().count_tokens
@@ -235,7 +236,7 @@ class RingBackend(_ClientBackend):
             await self._client.close()
             self._client = None
 
-    async def _persist(self, call: Callable[[], Awaitable[int]]) -> int:
+    async def _persist(self, call: Callable[[], Awaitable[T]]) -> T:
         """The answer to a question that changes nothing, asked again while rank 0 is expected back."""
         begun = self._clock()
         while True:

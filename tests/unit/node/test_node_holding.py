@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -12,7 +13,7 @@ from nacl.signing import SigningKey
 from solders.pubkey import Pubkey
 
 from kvasir_console.errors import NetworkError, SystemResourceError
-from kvasir_console.node.holding import ExpertHolding, RingHolding, choose_plan, session_name
+from kvasir_console.node.holding import ExpertHolding, RingHolding, choose_plan, ring_fields, session_name
 from kvasir_console.node.market import Assignment
 from kvasir_console.node.placement.plan import Plan, PlannedStage, sign_plan
 from kvasir_console.relay.wire.preamble import Kind, Preamble, Wire
@@ -194,6 +195,20 @@ async def test_a_window_is_loaded_with_its_place_in_the_ring():
         "ring": {"id": "smollm2", "epoch": 4, "rank": 1, "size": 2, "n_layer": 20},
     }
     assert holding.view().tensor_bytes == 7
+
+
+def test_a_newer_plan_leaves_a_window_only_where_it_was():
+    held = RingHolding(plan(A, B, C), B, 0)
+    newer = replace(plan(A, B, C), generation=5)
+    assert held.stays(newer)
+    assert held.stays(replace(plan(C, B, A), generation=5))  # others changed places
+    assert not held.stays(held.plan)
+    assert not held.stays(replace(newer, generation=3))
+    assert not held.stays(replace(newer, ring="another"))
+    assert not held.stays(replace(newer, model_digest="cd" * 32))
+    assert not held.stays(replace(plan(B, A, C), generation=5))
+    assert not held.stays(replace(plan(A, C), generation=5))
+    assert ring_fields(newer, held.stage) == {"id": "smollm2", "epoch": 5, "rank": 1, "size": 3, "n_layer": 20}
 
 
 def test_a_wallet_outside_the_plan_has_no_window():

@@ -115,11 +115,11 @@ def _console(arguments: argparse.Namespace) -> int:
 
 
 def _wallet(arguments: argparse.Namespace) -> int:
-    """What needs a running node goes to its socket; the rest is done on the vault's file."""
+    """What concerns a running node goes to its socket; the rest is done on the vault's file."""
     if arguments.wallet_command in ("unlock", "lock", "claim"):
         from kvasir_console import headless
 
-        return headless.ask_node(arguments.wallet_command, arguments, keyring=_load(arguments).wallet.keyring)
+        return headless.ask_node(arguments.wallet_command, arguments, _load(arguments))
     from kvasir_console.wallet import command
 
     return command.run(arguments, _load(arguments))
@@ -232,6 +232,16 @@ def _bench_parser(parser: argparse.ArgumentParser) -> None:
     engine.add_argument("--kernels", default="auto", help="auto, native, eager or reference")
     engine.add_argument("--seed", type=int, default=0, metavar="N")
     engine.add_argument("--json", action="store_true")
+    same = commands.add_parser("equivalence", help="how far two ways to compute a model are apart, layer by layer")
+    same.add_argument("--model", metavar="FILE|NAME", default="smollm2", help="a GGUF, or a name of models list")
+    form = "KERNELS[:kv=TYPE][:threads=N][:device=D]"
+    same.add_argument("--a", metavar=form, default="reference", help="the one to compare with (default reference)")
+    same.add_argument("--b", metavar=form, default="auto", help="the one compared (default auto)")
+    same.add_argument("--b-model", metavar="FILE|NAME", help="what B reads instead: the same network otherwise stored")
+    same.add_argument("--tokens", type=int, default=32, metavar="N", help="greedy tokens after each text (default 32)")
+    same.add_argument("--prompts", type=int, default=4, metavar="N", help="texts, 1 to 8 (default 4)")
+    same.add_argument("--threads", type=int, default=0, metavar="N", help="of a side that names none")
+    same.add_argument("--json", action="store_true")
     relay = commands.add_parser("relay", help="what the relay adds to a remote layer, and how much it carries")
     relay.add_argument("--pairs", type=int, default=9, metavar="N", help="measurements of each side (default 9)")
     relay.add_argument("--hidden", type=int, default=2048, metavar="N", help="width of the hidden state")

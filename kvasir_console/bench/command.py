@@ -84,7 +84,7 @@ def _relay(arguments: argparse.Namespace) -> int:
             hidden=arguments.hidden,
             rtt_ms=arguments.rtt_ms,
             seed=arguments.seed,
-            say=lambda line: print(line, file=sys.stderr, flush=True),
+            say=_say,
         )
     )
     print(json.dumps(report, indent=2) if arguments.json else relay.describe(report))

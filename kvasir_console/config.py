@@ -58,6 +58,9 @@ class NodeConfig:
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     device: str = "cpu"
+    """Where layers are held and computed, as torch names it: ``cpu``, ``cuda``, ``cuda:1``, ``mps``."""
+    expert_device: str = ""
+    """Where routed experts are, if not there: ``cpu`` keeps them in memory beside a small accelerator."""
     threads: int = 0
     """Compute threads (0: one for each physical core)."""
     kernels: str = "auto"
@@ -65,10 +68,18 @@ class EngineConfig:
     (plain torch) or ``reference`` (exact single precision, slow)."""
     kv_type: str = "f32"
     """A cached key or value: ``f32``, ``f16``, ``bf16`` or ``q8_0``, smaller and a little less exact in this order."""
+    kv_budget_mib: int = 0
+    """Most memory for the keys and values of one model's requests; who does not fit in it waits (0: half of what is
+    free when the model is loaded; models of one gateway share that half)."""
     context_length: int = 0
     """Longest request in tokens (0: the model's own, capped at 8192)."""
     dispatch_timeout_s: float = 10.0
     """How long the router waits for a remote expert before it computes the pairs itself."""
+
+    @property
+    def kv_budget_bytes(self) -> int:
+        """``kv_budget_mib`` in bytes."""
+        return self.kv_budget_mib * 2**20
 
 
 @dataclass(frozen=True, slots=True)

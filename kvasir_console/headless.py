@@ -157,6 +157,12 @@ async def _running_node() -> AsyncIterator[AdminClient]:
         await client.close()
 
 
+def _most_asked(pairs: tuple[int, ...], begin: int, count: int = 5) -> str:
+    """The experts that were chosen most often, and how often."""
+    order = sorted(range(len(pairs)), key=lambda at: (-pairs[at], at))[:count]
+    return ", ".join(f"expert {begin + at} ({pairs[at]})" for at in order if pairs[at])
+
+
 def print_status(*, as_json: bool) -> int:
     """Print the state of the node that runs with this home."""
     return asyncio.run(_status(as_json))
@@ -181,5 +187,7 @@ async def _status(as_json: bool) -> int:
         where = f"layer {held.layer}, experts" if held.kind == "experts" else "layers"
         print(f"holds {held.model}, {where} [{held.begin}, {held.end}) of {held.total}")
     print(f"work: {snapshot.work.requests} requests, {snapshot.work.rows} rows, {snapshot.work.pairs} pairs")
+    if snapshot.held is not None and any(snapshot.work.expert_pairs):
+        print(f"most asked for: {_most_asked(snapshot.work.expert_pairs, snapshot.held.begin)}")
     print(f"earned: {pending} pending, {paid} paid")
     return ExitCode.OK

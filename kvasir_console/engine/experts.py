@@ -179,7 +179,9 @@ class ExpertBank:
         terms = self.outputs(rows, row_idx, ids)
         if self._library is not None and self.compiled is not None:
             pair_rows = torch.from_numpy(_indices(row_idx))
-            return weighted_sum(self._library, terms, pair_rows, weights.float().contiguous(), rows.shape[0])
+            return weighted_sum(
+                self._library, terms, pair_rows, weights.to(terms.device).float().contiguous(), rows.shape[0]
+            )
         terms *= weights.to(terms.device).unsqueeze(1)
         return _sum_by_row(terms, _indices(row_idx), rows.shape[0])
 

@@ -23,6 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -104,6 +105,8 @@ def sample(logits: Tensor, params: SamplingParams, position: int, history: Seque
     Raises:
         EngineError: ``bad_logits`` for NaN, plus infinity, or no token that may be chosen.
     """
+    if params.temperature == 0 and not params.penalizes:
+        return _greedy(logits)
     scores = _penalized(_scores(logits), params, history)
     if params.temperature == 0:
         return int(np.argmax(scores))
@@ -142,20 +145,34 @@ def uniform(seed: int, position: int) -> float:
     return float(int(words.random_raw()) >> 11) * 2.0**-53
 
 
+def _greedy(logits: Tensor) -> int:
+    """The lowest id of the largest logit. One pass: a NaN is numpy's largest, so it is found too."""
+    values = _values(logits)
+    at = int(np.argmax(values)) if values.size else 0
+    _check(float(values[at]) if values.size else -math.inf, values.size)
+    return at
+
+
 def _scores(logits: Tensor) -> npt.NDArray[np.float64]:
-    values = logits.detach().cpu()
-    if values.dtype not in (torch.float32, torch.float64):
-        values = values.float()
     # numpy widens on this thread alone; torch would call up its others for it, which costs more than it saves
-    scores: npt.NDArray[np.float64] = values.numpy().astype(np.float64, copy=False)
-    largest = scores.max(initial=-math.inf)
+    scores: npt.NDArray[np.float64] = _values(logits).astype(np.float64, copy=False)
+    _check(float(scores.max(initial=-math.inf)), scores.size)
+    return scores
+
+
+def _values(logits: Tensor) -> npt.NDArray[Any]:
+    values = logits.detach().cpu()
+    array: npt.NDArray[Any] = (values if values.dtype in (torch.float32, torch.float64) else values.float()).numpy()
+    return array
+
+
+def _check(largest: float, size: int) -> None:
     if not math.isfinite(largest):  # also when any is NaN
         raise EngineError(
             "bad_logits",
-            f"the largest of {scores.size} logits is {largest}: the model computed no distribution.",
+            f"the largest of {size} logits is {largest}: the model computed no distribution.",
             "The model file or the machine is faulty; verify the file's digest.",
         )
-    return scores
 
 
 def _penalized(

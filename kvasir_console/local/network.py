@@ -36,6 +36,8 @@ RING_MODEL = "smollm2-135m"
 MOE_MODEL = "smollm2-8x135m"
 Say = Callable[[str], None]
 START_TIMEOUT_S = 120.0
+KV_BUDGET_MIB = 512
+"""For each of three engines that do not know of each other: half of what is free would be too much."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +184,7 @@ class LocalNetwork:
 
     def _common(self) -> dict[str, Any]:
         return {
-            "engine": {"threads": 1},
+            "engine": {"threads": 1, "kv_budget_mib": KV_BUDGET_MIB},
             "wallet": {"rpc_url": self.rpc_url, "rpc_auth_file": str(self.rpc_auth_file), "mint": self.mint},
         }
 

@@ -153,6 +153,7 @@ class RingHolding:
     plan: Plan
     wallet: str
     context_length: int
+    kv_budget_bytes: int = 0
     file: Path | None = None
     info: Mapping[str, Any] = field(default_factory=dict)
 
@@ -205,6 +206,7 @@ class RingHolding:
             role="stage",
             layers=[stage.begin, stage.end],
             context_length=self.context_length,
+            kv_budget_bytes=self.kv_budget_bytes,
             ring={
                 "id": self.plan.ring,
                 "epoch": self.plan.generation,

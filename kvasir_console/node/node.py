@@ -17,6 +17,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -87,6 +88,7 @@ class Node:
         self._download: DownloadView | None = None
         self._telemetry = Telemetry()
         self._engine_rss: int | None = None
+        self._expert_pairs: tuple[int, ...] = ()
         self._log: deque[str] = deque(maxlen=LOG_LINES)
         self._wake = asyncio.Event()
         self._stopping = asyncio.Event()
@@ -111,7 +113,9 @@ class Node:
             state=self._state,
             held=None if self._holding is None else self._holding.view(),
             relays=tuple(_relay_view(uplink.snapshot(), now_s) for uplink in (*self._uplinks, *self._waiting)),
-            work=self._telemetry.view(layers=isinstance(self._holding, RingHolding)),
+            work=replace(
+                self._telemetry.view(layers=isinstance(self._holding, RingHolding)), expert_pairs=self._expert_pairs
+            ),
             earnings=self._accounts.view(),
             download=self._download,
             machine=MachineView(
@@ -273,7 +277,8 @@ class Node:
                 pin = self._paths.state / f"hub-key-{self._market.host.replace(':', '-')}"
                 plan = choose_plan(plans, info.hub_key, self.wallet, pin)
                 if plan is not None:
-                    return RingHolding(plan, self.wallet, self._config.engine.context_length)
+                    engine = self._config.engine
+                    return RingHolding(plan, self.wallet, engine.context_length, engine.kv_budget_bytes)
             reason = "No signed plan names this wallet."
             if serve in ("auto", "experts"):
                 answer = await self._with_token(self._volunteer)
@@ -425,6 +430,7 @@ class Node:
     def _engine_exited(self, reason: str) -> None:
         self._client = None
         self._engine_rss = None
+        self._expert_pairs = ()
         self._engine_changed.set()
         self._note(reason)
         self._wake.set()
@@ -461,6 +467,7 @@ class Node:
                 self._telemetry.sample(counters, now - last)
                 last = now
                 self._engine_rss = int(stats["rss_bytes"])
+                self._expert_pairs = tuple(stats["experts"][0]["pairs"]) if stats.get("experts") else ()
 
     async def _follow_earnings(self) -> None:
         pause_s = min(10.0, self._config.node.poll_s)

@@ -56,6 +56,8 @@ class WorkView:
     tokens_per_s: float = 0.0
     history: tuple[float, ...] = ()
     """Rows (experts) or tokens (layers) per second, one value a second, newest last, at most 240."""
+    expert_pairs: tuple[int, ...] = ()
+    """How often each held expert was chosen since the engine loaded it; the first is ``held.begin``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +125,9 @@ class NodeSnapshot:
         fields["state"] = PhaseState(**{**state, "phase": Phase(state["phase"])})
         fields["held"] = None if fields["held"] is None else SliceView(**fields["held"])
         fields["relays"] = tuple(RelayView(**relay) for relay in fields["relays"])
-        fields["work"] = WorkView(**{**fields["work"], "history": tuple(fields["work"]["history"])})
+        work = fields["work"]
+        pairs = tuple(work.get("expert_pairs", ()))
+        fields["work"] = WorkView(**{**work, "history": tuple(work["history"]), "expert_pairs": pairs})
         fields["earnings"] = EarningsView(**fields["earnings"])
         fields["download"] = None if fields["download"] is None else DownloadView(**fields["download"])
         fields["machine"] = MachineView(**fields["machine"])

@@ -165,6 +165,7 @@ class Engine:
         self._on_exit = on_exit
         arguments = ["--runtime", str(runtime), "--name", name, "--device", config.device]
         arguments += ["--threads", str(config.threads), "--kernels", config.kernels, "--kv-type", config.kv_type]
+        arguments += ["--expert-device", config.expert_device] if config.expert_device else []
         self._child = ChildProcess(f"engine {name}", module_argv("kvasir_console.engine.process", *arguments), log_file)
         self.restarts = 0
 

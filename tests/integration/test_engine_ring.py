@@ -65,10 +65,10 @@ class Ring:
 async def ring(request: pytest.FixtureRequest, dense: Path, tmp_path: Path) -> AsyncIterator[Ring]:
     windows = {2: [(0, 2), (2, 4)], 3: [(0, 1), (1, 3), (3, 4)]}[request.param]
     async with AsyncExitStack() as stack:
-        stages = [await stack.enter_async_context(engine(tmp_path / f"s{n}", "s")) for n in range(len(windows))]
-        infos = [
-            await load_stage(stage, dense, rank, len(windows), *windows[rank]) for rank, stage in enumerate(stages)
-        ]
+        starting = (stack.enter_async_context(engine(tmp_path / f"s{n}", "s")) for n in range(len(windows)))
+        stages = await asyncio.gather(*starting)
+        loading = (load_stage(stage, dense, rank, len(windows), *windows[rank]) for rank, stage in enumerate(stages))
+        infos = await asyncio.gather(*loading)
         edges = await join(stack, stages, dense)
         yield Ring(stages, infos, edges)
 

@@ -199,7 +199,7 @@ class _liar:
             token_in_header=True,
             ssl_context=self._market.ssl_context,
             engine_socket=process.data_socket,
-            preamble=session.preamble,
+            preamble=replace(session.preamble, begin=begin, end=begin + 4),  # its own engine has to believe it
             user_agent=USER_AGENT,
             redial_min_s=0.2,
         )
@@ -264,7 +264,7 @@ def test_the_command_prints_the_report_and_its_text_is_the_reference(
     assert report["ring"]["text"].startswith(" Paris")
     assert len(report["ring"]["tokens"]) == 32
     prompt = report_prompt(smollm2_path)
-    assert report["ring"]["tokens"] == reference.greedy(smollm2_path, prompt, 32)
+    assert report["ring"]["tokens"] == reference.greedy(reference.reference(smollm2_path), prompt, 32)
     first, second = report["ring"]["stages"]
     assert (first["layers"], second["layers"]) == ([0, 15], [15, 30])
     moe = report["moe"]

@@ -330,7 +330,7 @@ SNAPSHOT = NodeSnapshot(
     gateway="https://gate.example.net",
     state=phase.initial(1.0).to(phase.Phase.SERVING, 100.0, "Every relay session is open."),
     held=SliceView("experts", "moe", 3, 2, 6, 8),
-    work=WorkView(requests=7, rows=90, pairs=180),
+    work=WorkView(requests=7, rows=90, pairs=180, expert_pairs=(0, 60, 100, 20)),
     earnings=EarningsView(pending_micro_kvr=12_779),
 )
 
@@ -385,6 +385,7 @@ async def test_the_state_of_a_node_is_for_people_and_for_programs(node):
         "serving for 60 s",
         "moe, layer 3, experts [2, 6) of 8",
         "90 rows",
+        "most asked for: expert 4 (100), expert 3 (60), expert 5 (20)\n",
         "0.012779 KVR",
     ):
         assert words in result.stdout

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import math
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -210,8 +211,9 @@ class EngineClient:
         info: Message = (await self.call("info"))["info"]
         return info
 
-    async def stats(self) -> Message:
-        return await self.call("stats")
+    async def stats(self, *, experts: bool = False) -> Message:
+        """The process's counters; with ``experts`` also how often each expert was chosen, layer by layer."""
+        return await self.call("stats", **({"experts": True} if experts else {}))
 
     async def coverage(self) -> list[Message]:
         sessions: list[Message] = (await self.call("coverage"))["sessions"]
@@ -290,7 +292,11 @@ def _token(message: Message) -> TokenEvent:
 
 
 def _logprob(message: Message) -> TokenLogprob:
-    return TokenLogprob(message["token"], message["logprob"], tuple(message["piece"]))
+    """Raises ``ValueError`` or ``TypeError`` for what is none."""
+    logprob, piece = float(message["logprob"]), message["piece"]
+    if math.isnan(logprob) or not isinstance(piece, list):
+        raise ValueError("this is no log probability")
+    return TokenLogprob(message["token"], logprob, tuple(bytes(piece)))
 
 
 def _done(message: Message) -> DoneEvent:
@@ -308,11 +314,11 @@ def _done(message: Message) -> DoneEvent:
         ttft_ms=message["ttft_ms"],
         decode_ms=message["decode_ms"],
         trace_path=message["trace_path"],
-        queued_ms=message.get("queued_ms", 0.0),
-        cached_tokens=message.get("cached_tokens", 0),
-        decode_steps=message.get("decode_steps", 0),
-        drafted_tokens=message.get("drafted_tokens", 0),
-        accepted_tokens=message.get("accepted_tokens", 0),
+        queued_ms=float(message.get("queued_ms", 0.0)),
+        cached_tokens=int(message.get("cached_tokens", 0)),
+        decode_steps=int(message.get("decode_steps", 0)),
+        drafted_tokens=int(message.get("drafted_tokens", 0)),
+        accepted_tokens=int(message.get("accepted_tokens", 0)),
     )
 
 

@@ -162,7 +162,9 @@ class Examiner:
         """(P, D) weighted outputs of a request's pairs, computed here."""
         row_idx, ids = seen.row_idx.astype(np.int64), seen.ids.astype(np.int64)
         pairs = Pairs(np.arange(seen.n_pairs), row_idx, ids, _weights(seen))
-        terms: F32 = pairs.terms(self._stage.banks[layer], torch.from_numpy(seen.rows)).float().cpu().numpy()
+        bank = self._stage.banks[layer]
+        terms: F32 = pairs.terms(bank, torch.from_numpy(seen.rows)).float().cpu().numpy()
+        bank.pairs -= np.bincount(ids - bank.begin, minlength=len(bank.pairs))  # looked at, not chosen to be here
         return terms
 
     def _convict(

@@ -1,8 +1,10 @@
 """The worker's side of the dispatch stream: rows and expert ids in, weighted sums out.
 
-A connection says by its first word which wire it speaks. On the older ones requests of a connection are answered in
-turn, and a bad one closes its connection. On version 3 (``v3_server``) a bad one is answered by an error. Either way
-nothing else is touched, and counts are checked before anything is allocated for them.
+One server serves any number of banks: experts of several layers, several ranges, or several models. A connection's
+preamble says which of them its requests mean, and expert ids count from a range's beginning. Its first word says which
+wire it speaks. On the older ones requests are answered in turn, the first window is served, and a bad request closes
+its connection. On version 3 (``v3_server``) all windows are served and a bad request is answered by an error. Either
+way nothing else is touched, and counts are checked before anything is allocated for them.
 """
 
 from __future__ import annotations
@@ -15,9 +17,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from kvasir_console.engine.experts import ExpertBank
 from kvasir_console.engine.process.compute import Compute
-from kvasir_console.engine.process.served import Served, ServedSlice, expert_reply
+from kvasir_console.engine.process.served import HeldBank, Served, ServedSlice, expert_reply
 from kvasir_console.engine.process.v3_server import V3Session
 from kvasir_console.relay.wire import dispatch
 from kvasir_console.relay.wire.dispatch_v3 import DEFAULT_BYTE_BUDGET, OPENING, Hello, V3Error
@@ -31,24 +32,16 @@ LEAVING = "the worker is being stopped"
 
 
 class ExpertServer:
-    """Serves expert banks, at most one a layer, to any number of connections."""
+    """Serves banks to any number of connections."""
 
-    def __init__(
-        self,
-        slices: Sequence[ServedSlice],
-        compute: Compute,
-        *,
-        model_digest: bytes = bytes(32),
-        byte_budget: int = DEFAULT_BYTE_BUDGET,
-    ) -> None:
+    def __init__(self, held: Sequence[HeldBank], compute: Compute, *, byte_budget: int = DEFAULT_BYTE_BUDGET) -> None:
         """
         Args:
             byte_budget: requests and replies of one connection that are held at once, in bytes.
         """
-        self._slices = slices
+        self._held = held
         self._compute = compute
-        held = tuple(each.held for each in slices)
-        self._hello = Hello(slices[0].bank.n_embd, held, model_digest, ALL_DTYPES, byte_budget)
+        self._byte_budget = byte_budget
         self._sessions: set[V3Session] = set()
         self._closing = False
         self.served = Served()
@@ -57,26 +50,24 @@ class ExpertServer:
         return asdict(self.served)
 
     async def serve(self, preamble: Preamble, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answer requests until the peer leaves, breaks the contract or was let go by ``drain``."""
+        """Answer requests until the peer leaves, breaks the contract or was let go by ``drain``.
+
+        Raises:
+            ValueError: no bank here holds what the preamble names first.
+        """
+        windows = [self._slice(preamble.model_digest, *window) for window in preamble.windows]
+        if windows[0] is None:
+            raise ValueError(f"no experts [{preamble.begin}, {preamble.end}) of layer {preamble.layer} are held here")
+        slices = [each for each in windows if each is not None]
         try:
             first = await reader.readexactly(len(OPENING))
         except asyncio.IncompleteReadError as error:
             self.served.rejected += bool(error.partial)
             return
-        if first != OPENING:
-            await self._serve_legacy(self._bank_of(preamble), first, reader, writer)
-            return
-        session = V3Session(self._slices, self._hello, self._compute, self.served, reader, writer)
-        self._sessions.add(session)
-        try:
-            if self._closing:
-                session.goodbye(LEAVING)
-            await session.run(first)
-        except V3Error as error:
-            self.served.rejected += 1
-            log.warning("a dispatch session is closed: %s", error)
-        finally:
-            self._sessions.discard(session)
+        if first == OPENING:
+            await self._serve_v3(preamble.model_digest, slices, first, reader, writer)
+        else:
+            await self._serve_legacy(slices[0], first, reader, writer)
 
     async def drain(self, timeout_s: float) -> bool:
         """Ask every trunk for no more work and wait until each has left; whether all did within ``timeout_s``.
@@ -92,22 +83,43 @@ class ExpertServer:
                     await next(iter(self._sessions)).over.wait()
         return not self._sessions
 
-    def _bank_of(self, preamble: Preamble) -> ExpertBank:
-        """The bank that a session of an older wire is for: its wire cannot say."""
-        window = (preamble.layer, preamble.begin, preamble.end)
-        banks = [each.bank for each in self._slices]
-        return next((bank for bank in banks if (bank.layer, bank.begin, bank.end) == window), banks[0])
+    def _slice(self, model_digest: bytes, layer: int, begin: int, end: int) -> ServedSlice | None:
+        found = (held.slice(model_digest, layer, begin, end) for held in self._held)
+        return next((each for each in found if each is not None), None)
+
+    async def _serve_v3(
+        self,
+        model_digest: bytes,
+        slices: Sequence[ServedSlice],
+        first: bytes,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:
+        held = tuple(each.held for each in slices)
+        hello = Hello(slices[0].bank.n_embd, held, model_digest, ALL_DTYPES, self._byte_budget)
+        session = V3Session(slices, hello, self._compute, self.served, reader, writer)
+        self._sessions.add(session)
+        try:
+            if self._closing:
+                session.goodbye(LEAVING)
+            await session.run(first)
+        except V3Error as error:
+            self.served.rejected += 1
+            log.warning("a dispatch session is closed: %s", error)
+        finally:
+            self._sessions.discard(session)
 
     async def _serve_legacy(
-        self, bank: ExpertBank, first: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self, served: ServedSlice, first: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        decoder = dispatch.RequestDecoder(bank.n_embd, bank.end - bank.begin)
+        bank, begin = served.bank, served.held.begin
+        decoder = dispatch.RequestDecoder(bank.n_embd, served.held.end - begin)
         data = first
         try:
             while data:
                 decoder.feed(data)
                 while (request := decoder.next()) is not None:
-                    array = await self._compute.run(functools.partial(expert_reply, bank, request))
+                    array = await self._compute.run(functools.partial(expert_reply, bank, request, begin))
                     self.served.count(request)
                     writer.write(dispatch.encode_reply(request.wire, array))
                     await writer.drain()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 import time
 from collections.abc import Callable
@@ -21,7 +20,8 @@ from kvasir_console.engine.checkpoint.shape import ModelShape
 from kvasir_console.engine.choice import choose
 from kvasir_console.engine.experts import ExpertBank
 from kvasir_console.engine.forms import Forms
-from kvasir_console.engine.process.budget import KvBudget, default_budget_bytes
+from kvasir_console.engine.kvcache import BLOCK_ROWS
+from kvasir_console.engine.process.budget import budget_of
 from kvasir_console.engine.process.compute import Compute
 from kvasir_console.engine.process.expert_server import ExpertServer
 from kvasir_console.engine.process.generate import Generator
@@ -33,7 +33,7 @@ from kvasir_console.engine.process.ring_pipeline import RingPipeline
 from kvasir_console.engine.process.roster import Policy
 from kvasir_console.engine.process.router import Router
 from kvasir_console.engine.process.scheduler import MAX_QUEUE, Scheduler
-from kvasir_console.engine.process.served import ServedSlice
+from kvasir_console.engine.process.served import HeldBank
 from kvasir_console.engine.process.worker import UNKNOWN_DIGEST, DigestOf, Slice
 from kvasir_console.engine.stage import Stage
 from kvasir_console.engine.tokens import Tokenizer
@@ -45,6 +45,8 @@ from kvasir_console.relay.wire.values import Dtype
 log = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]
 Announce = Callable[[dict[str, Any]], None]
+MAX_SLICES = 64
+"""Most banks of experts in one engine."""
 CONTEXT_CAP = 8192
 """A request never takes more positions than this unless the owner's configuration says so."""
 
@@ -56,11 +58,29 @@ class ComputeOptions:
     device: str = "cpu"
     kernels: str = "auto"
     kv_type: str = "f32"
+    expert_device: str = ""
+    """Where routed experts are held and computed; empty for ``device``."""
 
-    def forms(self) -> Forms:
-        """The first time on a machine this compiles for some seconds. Raises ``EngineError``."""
+    def check(self) -> None:
+        """Raises ``EngineError`` (``no_such_device``) for a device that this machine does not have."""
+        for device in filter(None, (self.device, self.expert_device)):
+            try:
+                torch.empty(1, device=device)
+            except (RuntimeError, AssertionError, NotImplementedError) as error:
+                raise EngineError(
+                    "no_such_device",
+                    f"Nothing can be computed on {device!r:.40}: {str(error).splitlines()[0]:.200}",
+                    "Set engine.device and engine.expert_device to devices that torch has here, such as cpu.",
+                ) from error
+
+    def forms(self, device: str) -> Forms:
+        """How matrices on a device are held. The first time on a machine this compiles for some seconds.
+
+        Raises:
+            EngineError: the kernels that the owner asked for cannot be had.
+        """
         cache = Paths.from_environment().kernels
-        return choose(self.kernels, device=self.device, cache=cache, threads=torch.get_num_threads())
+        return choose(self.kernels, device=device, cache=cache, threads=torch.get_num_threads())
 
 
 @dataclass(slots=True)
@@ -94,9 +114,27 @@ class Loaded:
     @property
     def tensor_bytes(self) -> int:
         """Bytes of weights held now, each storage counted once."""
-        if self.stage is not None:
-            return self.stage.tensor_bytes
-        return sum(bank.tensor_bytes for bank in self.banks)
+        held: list[Stage | ExpertBank] = [*self.banks, *([self.stage] if self.stage else [])]
+        return sum(each.tensor_bytes for each in held)
+
+    def activations(self) -> list[dict[str, Any]]:
+        """How often each expert that is held here was chosen since the load, layer by layer.
+
+        ``pairs`` were computed here, ``pairs_remote`` by sessions of this trunk; both count from ``begin``. Two numbers
+        an expert are all that is ever kept.
+        """
+        remote = {} if self.router is None else self.router.pairs_remote
+        banks = self.banks or ([] if self.stage is None else self.stage.banks.values())
+        return [
+            {
+                "layer": bank.layer,
+                "begin": bank.begin,
+                "end": bank.end,
+                "pairs": bank.pairs.tolist(),
+                "pairs_remote": remote[bank.layer].tolist() if bank.layer in remote else [0] * len(bank.pairs),
+            }
+            for bank in banks
+        ]
 
 
 async def load(
@@ -113,6 +151,7 @@ async def load(
     """
     try:
         role = str(fields["role"])
+        options.check()
         if role == "experts":
             return await _load_experts(fields, compute, options)
         if role == "stage":
@@ -123,42 +162,58 @@ async def load(
 
 
 async def _load_experts(fields: dict[str, Any], compute: Compute, options: ComputeOptions) -> Loaded:
-    """Slices of one model, one a layer: ``path``, ``layer`` and ``experts``, or several of these in ``slices``."""
+    """One bank, or with ``slices`` several: of any layers, ranges and models, each from a file of its own or not."""
+    slices = [_Slice.of(each, fields) for each in fields.get("slices") or [fields]]
+    if len(slices) > MAX_SLICES:
+        raise EngineError("too_many_slices", f"{len(slices)} slices are asked for; an engine holds {MAX_SLICES}.")
+    device = options.expert_device or options.device
     started = time.monotonic()
-    forms = options.forms()
 
-    def read(path: Path, layer: int, begin: int, end: int) -> tuple[ServedSlice, dict[str, Any]]:
-        with Checkpoint.open(path) as checkpoint:
-            bank = ExpertBank.load(checkpoint, layer, begin, end, forms=forms, device=options.device)
-            return ServedSlice(bank, slice_digest(checkpoint, layer, begin, end)), _common(checkpoint, fields)
+    def read() -> list[tuple[HeldBank, dict[str, Any]]]:
+        forms = options.forms(device)
+        return [_read_bank(each, forms, device) for each in slices]
 
-    slices: list[ServedSlice] = []
-    infos: list[dict[str, Any]] = []
-    for each in fields.get("slices") or [fields]:
-        begin, end = (int(expert) for expert in each["experts"])
-        path, layer = Path(each["path"]), int(each["layer"])
-        served, info = await compute.run(functools.partial(read, path, layer, begin, end))
-        slices.append(served)
-        infos.append(info)
-    banks = tuple(each.bank for each in slices)
-    digests = {info["model_digest"] for info in infos}
-    if len(digests) > 1 or len({bank.layer for bank in banks}) < len(banks):
-        raise EngineError("slices_do_not_fit", "An engine serves slices of one model, at most one of each layer.")
-    first = banks[0]
-    info = infos[0] | {
-        "n_embd": first.n_embd,
-        "n_ff": first.n_ff,
-        "layer": first.layer,
-        "experts": [first.begin, first.end],
-        "slices": [[bank.layer, bank.begin, bank.end] for bank in banks],
-        "shard_digests": [each.digest.hex() for each in slices],
-        "layers": None,
-        "tensor_bytes": sum(bank.tensor_bytes for bank in banks),
-        "tensor_count": 3 * len(banks),
-        "load_s": time.monotonic() - started,
+    read_banks = await compute.run(read)
+    held = [bank for bank, _ in read_banks]
+    infos = [info for _, info in read_banks]
+    totals = {key: sum(info[key] for info in infos) for key in ("tensor_bytes", "tensor_count")}
+    info = infos[0] | totals | {"slices": infos, "layers": None, "load_s": time.monotonic() - started}
+    return Loaded(info=info, banks=tuple(each.bank for each in held), experts=ExpertServer(held, compute))
+
+
+@dataclass(frozen=True, slots=True)
+class _Slice:
+    """Experts [begin, end) of one layer of a file."""
+
+    path: Path
+    model: str
+    layer: int
+    begin: int
+    end: int
+
+    @classmethod
+    def of(cls, fields: dict[str, Any], load: dict[str, Any]) -> _Slice:
+        begin, end = fields["experts"]
+        path = Path(fields["path"] if "path" in fields else load["path"])
+        model = str(fields.get("model") or load.get("model") or path.stem)
+        return cls(path, model, int(fields["layer"]), int(begin), int(end))
+
+
+def _read_bank(part: _Slice, forms: Forms, device: str) -> tuple[HeldBank, dict[str, Any]]:
+    with Checkpoint.open(part.path) as checkpoint:
+        bank = ExpertBank.load(checkpoint, part.layer, part.begin, part.end, forms=forms, device=device)
+        info = _common(checkpoint, {"model": part.model})
+        digest = slice_digest(checkpoint, part.layer, part.begin, part.end)
+    info |= {
+        "n_embd": bank.n_embd,
+        "n_ff": bank.n_ff,
+        "layer": bank.layer,
+        "experts": [bank.begin, bank.end],
+        "tensor_bytes": bank.tensor_bytes,
+        "tensor_count": 3,
+        "shard_digest": digest.hex(),
     }
-    experts = ExpertServer(slices, compute, model_digest=bytes.fromhex(info["model_digest"]))
-    return Loaded(info=info, banks=banks, experts=experts)
+    return HeldBank(bank, bytes.fromhex(info["model_digest"]), digest), info
 
 
 async def _load_stage(
@@ -179,8 +234,10 @@ async def _load_stage(
                 checkpoint,
                 begin,
                 end,
-                forms=options.forms(),
+                forms=options.forms(options.device),
                 device=options.device,
+                expert_forms=options.forms(options.expert_device) if options.expert_device else None,
+                experts_device=options.expert_device or None,
                 kv_type=options.kv_type,
                 progress=progress,
             )
@@ -202,8 +259,12 @@ async def _load_stage(
         "tensor_count": len(stage.tensor_names),
         "load_s": time.monotonic() - started,
     }
-    budget = KvBudget(int(fields.get("kv_budget_bytes") or 0) or default_budget_bytes(options.device))
-    info |= {"kv_budget_bytes": budget.total_bytes, "kv_type": options.kv_type}
+    budget = budget_of(int(fields.get("kv_budget_bytes") or 0), options.device, int(fields.get("kv_sharers") or 1))
+    info |= {
+        "kv_budget_bytes": budget.total_bytes,
+        "kv_tokens": budget.total_bytes // stage.cache_bytes(BLOCK_ROWS) * BLOCK_ROWS,
+        "kv_type": options.kv_type,
+    }
     loaded = Loaded(info=info, stage=stage)
     digest = bytes.fromhex(info["model_digest"])
     pipeline: Pipeline

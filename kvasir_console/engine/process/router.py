@@ -229,6 +229,10 @@ class Router:
             tally.count_local(some.rows + step.start)
             total.local(bank, x, some)
 
+        def remote(some: Pairs) -> None:
+            tally.count_remote(some.rows + step.start)
+            self.pairs_remote[layer] += np.bincount(some.ids - bank.begin, minlength=bank.end - bank.begin)
+
         for session in self._roster.probes(layer):
             self._probe(session, layer, x, pairs, total)
         def remote(some: Pairs) -> None:

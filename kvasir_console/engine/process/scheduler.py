@@ -42,6 +42,8 @@ log = logging.getLogger(__name__)
 
 MAX_QUEUE = 256
 """Most requests that wait for admission; a further one is refused."""
+MAX_WAIT_S = 120.0
+"""Longest wait for admission; then a request is refused, before anything of it was computed."""
 
 
 @dataclass(slots=True)
@@ -119,15 +121,18 @@ class Scheduler:
         *,
         max_queue: int = MAX_QUEUE,
         max_running: int = MAX_SEQUENCES,
+        max_wait_s: float = MAX_WAIT_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._pipeline = pipeline
         self._max_queue = max_queue
         self._max_running = max_running
+        self._max_wait_s = max_wait_s
         self._clock = clock
         self._waiting: deque[Request] = deque()
         self._running: list[_Running] = []
         self._gone: dict[int, asyncio.Event] = {}
+        self._patience: dict[int, asyncio.TimerHandle] = {}
         self._steps: set[asyncio.Task[None]] = set()
         self._full = False
         """Another rank had no memory for the next request: it waits until a sequence ends."""
@@ -147,7 +152,7 @@ class Scheduler:
         self._accepted = 0
 
     def submit(self, request: Request) -> None:
-        """Queue a request.
+        """Queue a request. One that waits for longer than ``max_wait_s`` ends with ``queue_timeout``.
 
         Raises:
             RequestError: ``kv_budget_exceeded``; not even an idle engine could hold it.
@@ -164,6 +169,8 @@ class Scheduler:
             )
         self._waiting.append(request)
         self._gone[id(request)] = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        self._patience[id(request)] = loop.call_later(self._max_wait_s, self._give_up, request)
         if self._task is None:
             self._task = asyncio.create_task(self._run(), name="scheduler")
         self._wake.set()
@@ -280,7 +287,8 @@ class Scheduler:
         except Exception as error:  # a trace that cannot be written, say
             each.error = each.error or as_engine_error(error)
         refused = each.error is not None and each.error.code == "kv_budget_full"
-        if refused and not each.cancelled and len(each.tokens) == each.prompt_length and self._running:
+        patient = self._patience[id(request)].when() > asyncio.get_running_loop().time()
+        if refused and patient and not each.cancelled and len(each.tokens) == each.prompt_length and self._running:
             self._full = True
             self._waiting.appendleft(request)
             return
@@ -288,7 +296,15 @@ class Scheduler:
         request.finish(each.error)
         self._leave(request)
 
+    def _give_up(self, request: Request) -> None:
+        """A request has waited for too long, unless it waits no more."""
+        if request in self._waiting:
+            self._waiting.remove(request)
+            request.finish(_waited(self._max_wait_s))
+            self._leave(request)
+
     def _leave(self, request: Request) -> None:
+        self._patience.pop(id(request)).cancel()
         self._gone.pop(id(request)).set()
         self._wake.set()
 
@@ -420,6 +436,14 @@ class Scheduler:
 def _flush(requests: list[Request]) -> None:
     for request in requests:
         request.flush()
+
+
+def _waited(seconds: float) -> EngineError:
+    return EngineError(
+        "queue_timeout",
+        f"The request waited {seconds:g} s for memory for its keys and values; other requests had it all.",
+        "Try again shortly, shorten the prompt or lower max_tokens.",
+    )
 
 
 def _closed() -> EngineError:

@@ -32,21 +32,37 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class ServedSlice:
-    """A bank, and the digest of the shard it was read from (zero: not known)."""
+    """What a session may ask of a bank."""
 
     bank: ExpertBank
+    held: HeldSlice
+
+
+@dataclass(frozen=True, slots=True)
+class HeldBank:
+    """A bank, the model it is of, and the digest of the shard it was read from (zero: not known)."""
+
+    bank: ExpertBank
+    model_digest: bytes
     digest: bytes = bytes(32)
 
-    @property
-    def held(self) -> HeldSlice:
-        return HeldSlice(self.bank.layer, self.bank.begin, self.bank.end, self.digest)
+    def slice(self, model_digest: bytes, layer: int, begin: int, end: int) -> ServedSlice | None:
+        """The experts [begin, end) of ``layer``, if they are held here."""
+        bank = self.bank
+        if (self.model_digest, bank.layer) != (model_digest, layer) or not bank.begin <= begin < end <= bank.end:
+            return None
+        whole = (bank.begin, bank.end) == (begin, end)
+        return ServedSlice(bank, HeldSlice(layer, begin, end, self.digest if whole else bytes(32)))
 
 
-def expert_reply(bank: ExpertBank, request: Request) -> F32Array:
-    """The reply's values: (pairs, D) raw outputs for v1, (rows, D) weighted sums otherwise; f32."""
+def expert_reply(bank: ExpertBank, request: Request, begin: int) -> F32Array:
+    """The reply's values: (pairs, D) raw outputs for v1, (rows, D) weighted sums otherwise; f32.
+
+    ``begin`` is the expert of the layer that the request's ids count from.
+    """
     rows = torch.from_numpy(np.array(request.rows, dtype=np.float32))
     row_idx = torch.from_numpy(request.row_idx.astype(np.int64))
-    ids = torch.from_numpy(request.ids.astype(np.int64))
+    ids = torch.from_numpy(request.ids.astype(np.int64) + (begin - bank.begin))
     if request.weights is None:
         out = bank.outputs(rows, row_idx, ids)
     else:

@@ -53,7 +53,6 @@ class V3Link:
         self.draining = False
         self.ping_ms: float | None = None
         self._end = TrunkEnd(hello)
-        self._n_embd = hello.n_embd
         self._reader = reader
         self._outbox = Outbox(writer)
         self._ping_every_s = ping_every_s

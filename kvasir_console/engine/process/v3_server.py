@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 from kvasir_console.engine.process.compute import Compute
 from kvasir_console.engine.process.served import Served, ServedSlice, expert_reply
-from kvasir_console.errors import RequestError
 from kvasir_console.relay.wire.dispatch_ends import (
     Asked,
     CancelAsked,
@@ -63,6 +62,7 @@ class V3Session:
             V3Error: the trunk broke the contract; it was told.
         """
         answering = asyncio.create_task(self._answer_all())
+        answering.add_done_callback(self._answering_ended)
         try:
             await self._receive(first)
             if self._end.leaving:
@@ -85,6 +85,11 @@ class V3Session:
             if self._end.greeted:
                 self._end.goodbye(text)
                 self._write()
+
+    def _answering_ended(self, answering: asyncio.Task[None]) -> None:
+        """Nobody would answer what is still read."""
+        if not answering.cancelled() and (error := answering.exception()) is not None:
+            self._reader.set_exception(error)
 
     async def _receive(self, data: bytes) -> None:
         while data and not self._end.leaving:
@@ -126,11 +131,11 @@ class V3Session:
             await self._send()
 
     async def _answer(self, asked: Asked) -> None:
-        bank = self._slices[asked.slice].bank
+        served = self._slices[asked.slice]
         started = time.monotonic()
         try:
-            sums = await self._compute.run(lambda: expert_reply(bank, asked.request))
-        except (RequestError, RuntimeError, MemoryError) as error:
+            sums = await self._compute.run(lambda: expert_reply(served.bank, asked.request, served.held.begin))
+        except Exception as error:
             log.exception("a dispatch request failed")
             self._end.fail(asked.request_id, ErrorCode.INTERNAL, f"the worker failed: {type(error).__name__}")
             return

@@ -75,10 +75,13 @@ class Engine:
         self.tokens_total += 1
         self._recent.append(time.monotonic())
 
-    def stats(self) -> Message:
+    def stats(self, *, experts: bool = False) -> Message:
+        """The process's counters. ``experts`` adds how often each expert was chosen; a worker always says it, since it
+        holds few."""
         loaded = self.loaded
         now = time.monotonic()
         recent = sum(1 for at in self._recent if now - at <= RATE_WINDOW_S)
+        told = loaded is not None and (experts or loaded.experts is not None)
         return {
             "info": None if loaded is None else loaded.info,
             "tensor_bytes": 0 if loaded is None else loaded.tensor_bytes,
@@ -88,6 +91,7 @@ class Engine:
             "tokens_total": self.tokens_total,
             "rows_total": 0 if loaded is None else loaded.rows,
             "tokens_per_s": recent / RATE_WINDOW_S,
+            "experts": loaded.activations() if loaded is not None and told else None,
             "served": None if loaded is None or loaded.experts is None else loaded.experts.stats(),
             "router": None if loaded is None or loaded.router is None else loaded.router.stats(),
             "ring": None if loaded is None or loaded.ring is None else loaded.ring.stats(),
@@ -241,7 +245,7 @@ class VerbSession:
         await self._send(control.reply(message, sessions=[] if router is None else router.coverage()))
 
     async def _stats(self, message: Message) -> None:
-        await self._send(control.reply(message, **self._engine.stats()))
+        await self._send(control.reply(message, **self._engine.stats(experts=message.get("experts") is True)))
 
     async def _quarantine(self, message: Message) -> None:
         router = self._engine.require().router

@@ -30,6 +30,15 @@ class BackendInfo:
     """Context of the checkpoint itself: whatever an engine says, it has no more."""
 
 
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a request's prompt and answer may take together, in tokens."""
+
+    context_length: int
+    kv_tokens: int
+    """As far as the memory for keys and values goes, if the request has all of it."""
+
+
 class Backend(Protocol):
     """One served model."""
 
@@ -41,8 +50,8 @@ class Backend(Protocol):
         """Whether a request has a chance now."""
         ...
 
-    async def context_length(self) -> int:
-        """Most tokens of prompt and answer together. Raises ``KvasirError`` if the engine cannot be reached."""
+    async def limits(self) -> Limits:
+        """What a request may take. Raises ``KvasirError`` if the engine cannot be reached."""
         ...
 
     async def count_tokens(self, prompt: str | None, messages: Messages | None) -> int:
@@ -59,7 +68,7 @@ class _ClientBackend:
 
     def __init__(self, info: BackendInfo) -> None:
         self._info = info
-        self._known: tuple[EngineClient, int] | None = None
+        self._known: tuple[EngineClient, Limits] | None = None
 
     @property
     def info(self) -> BackendInfo:
@@ -68,13 +77,15 @@ class _ClientBackend:
     async def client(self) -> EngineClient:
         raise _not_ready(self._info.name)
 
-    async def context_length(self) -> int:
+    async def limits(self) -> Limits:
         client = await self.client()
         if self._known is None or self._known[0] is not client:
             with _answering(self._info.name):
                 async with asyncio.timeout(CALL_TIMEOUT_S):
-                    self._known = client, int((await client.info())["context_length"])
-        return min(self._known[1], self._info.context_limit)
+                    info = await client.info()
+                context_length = min(int(info["context_length"]), self._info.context_limit)
+                self._known = client, Limits(context_length, int(info.get("kv_tokens", context_length)))
+        return self._known[1]
 
     async def count_tokens(self, prompt: str | None, messages: Messages | None) -> int:
         client = await self.client()

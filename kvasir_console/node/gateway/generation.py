@@ -110,6 +110,9 @@ class Generation:
         """Hand a token on. More than were asked for, or something else, would be paid for: refused."""
         if type(event.token) is not int or not isinstance(event.text, str):
             raise EngineError("engine_misbehaved", "The engine sent something that is no token.")
+        asked = -1 if self._request.logprobs is None else self._request.logprobs
+        if (event.logprob is not None) != (asked >= 0) or len(event.top or ()) > max(asked, 0):
+            raise EngineError("engine_misbehaved", "The engine sent other log probabilities than it was asked for.")
         if len(self._tokens) >= self._request.max_tokens:
             raise EngineError("engine_misbehaved", "The engine sent more tokens than it was asked for.")
         self._tokens.append(event.token)
@@ -122,6 +125,7 @@ class Generation:
             finish_reason=done.finish_reason if done.finish_reason in ("stop", "length") else "stop",
             prompt_tokens=self._prompt_tokens,
             completion_tokens=len(self._tokens),
+            cached_tokens=min(max(done.cached_tokens, 0), self._prompt_tokens),
         )
 
     async def _record(self, store: Store, now: int, end: Event | KvasirError) -> None:

@@ -171,6 +171,7 @@ class GatewayService:
             return backend
         trunk = TrunkBackend(BackendInfo(model.id, model.name, None, model.shape.context_length))
         engine, wire = self._config.engine, self._config.gateway.dispatch_wire
+        sharers = sum(each.placement != "ring" for each in self._config.gateway.models)
         trunks[model.id] = Trunk(
             f"trunk{number}",
             model,
@@ -178,6 +179,7 @@ class GatewayService:
             self._make_engine,
             engine,
             wire,
+            sharers,
             self._config.gateway.dispatch_policy(),
             self._paths.state / "evidence",
             self._config.gateway.dispatch_dtype,

@@ -46,7 +46,7 @@ EngineFactory = Callable[[str, OnReady, OnExit], SupervisedEngine]
 
 
 class Trunk:
-    """One model's engine."""
+    """One model's engine. ``sharers`` trunks, this one included, divide the machine's memory among them."""
 
     def __init__(
         self,
@@ -56,6 +56,7 @@ class Trunk:
         make_engine: EngineFactory,
         engine: EngineConfig,
         dispatch_wire: str,
+        sharers: int = 1,
         dispatch_policy: Mapping[str, Any] | None = None,
         evidence_directory: Path | None = None,
         dispatch_dtype: str = "f32",
@@ -67,6 +68,7 @@ class Trunk:
         self._dispatch_wire, self._dispatch_dtype = dispatch_wire, dispatch_dtype
         self._policy = dict(dispatch_policy or {})
         self._evidence_directory = evidence_directory or ""
+        self._sharers = sharers
         self._client: EngineClient | None = None
         self._run_id = ""
         self._unanswered = 0
@@ -101,6 +103,8 @@ class Trunk:
             role="stage",
             layers=[0, self.model.shape.n_layer],
             context_length=self._config.context_length,
+            kv_budget_bytes=self._config.kv_budget_bytes,
+            kv_sharers=self._sharers,
             dispatch_timeout_s=self._config.dispatch_timeout_s,
             dispatch_wire=self._dispatch_wire,
             dispatch_dtype=self._dispatch_dtype,

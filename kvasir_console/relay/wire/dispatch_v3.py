@@ -99,9 +99,7 @@ class ErrorCode(IntEnum):
     """Values in a dtype the worker did not offer."""
     OVER_BUDGET = 6
     """More work in flight than the worker said it takes."""
-    DRAINING = 7
-    """The worker takes no new work."""
-    INTERNAL = 8
+    INTERNAL = 7
     """The worker failed at it."""
 
 

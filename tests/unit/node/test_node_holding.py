@@ -182,7 +182,7 @@ def test_every_edge_of_a_ring_is_dialled_from_both_ends():
 
 async def test_a_window_is_loaded_with_its_place_in_the_ring():
     engine = Loader(tensor_bytes=7)
-    holding = RingHolding(plan(A, B), B, context_length=512, file=Path("/x"))
+    holding = RingHolding(plan(A, B), B, context_length=512, kv_budget_bytes=4096, file=Path("/x"))
     await holding.load(engine, lambda *_: None)
     assert engine.fields == {
         "path": "/x",
@@ -190,6 +190,7 @@ async def test_a_window_is_loaded_with_its_place_in_the_ring():
         "role": "stage",
         "layers": [10, 20],
         "context_length": 512,
+        "kv_budget_bytes": 4096,
         "ring": {"id": "smollm2", "epoch": 4, "rank": 1, "size": 2, "n_layer": 20},
     }
     assert holding.view().tensor_bytes == 7

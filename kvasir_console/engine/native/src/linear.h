@@ -61,7 +61,7 @@ constexpr int TILE_ROWS = 8, NARROW = 2, WIDE_ROWS = 4, WIDE = 4;
 constexpr int TILE_ROWS = 6, NARROW = 1, WIDE_ROWS = 3, WIDE = 2;
 #endif
 constexpr int TILE_VALUES = 4096;  // weights decoded at a time: with the rows of a tile, they fit the first cache
-constexpr int ROW_BLOCK = 240;     // rows at a time: a piece of them fits the second
+constexpr int ROW_BLOCK = 128;     // rows at a time: a piece of them fits the second
 
 // ---- One row --------------------------------------------------------------------------------------------------------
 
@@ -84,6 +84,9 @@ void one_row(const uint8_t* panel, int64_t units, const float* x, const float* s
                 typename Q::Piece piece[PANELS];
                 unroll<PANELS>([&](auto p) __attribute__((always_inline)) {
                     piece[p] = quants.piece(fields + p * panel_bytes, i);
+                    // The same place of the panels that come next: they lie too far apart for the processor to see.
+                    for (int line = i * Q::BYTES / PIECES / 64 * 64; line < (i + 1) * Q::BYTES / PIECES; line += 64)
+                        __builtin_prefetch(fields + (p + PANELS) * panel_bytes + line);
                 });
                 unroll<PIECE>([&](auto k) __attribute__((always_inline)) {
                     const V input = splat(x[i * PIECE + k]);
@@ -186,15 +189,15 @@ void tile(const Decoded& decoded, int64_t groups, int64_t group_inputs, const fl
         }
         unroll<PANELS>([&](auto p) __attribute__((always_inline)) {
             const V scale = load(decoded.scales + group * WIDTH + p * LANES);
-            unroll<ROWS>([&](auto r) __attribute__((always_inline)) {
-                float* place = totals + r * WIDTH + p * LANES;
-                store(place, fma(scale, part[r][p], load(place)));
-            });
-            if (!sums) return;
+            float* place = totals + p * LANES;
+            if (!sums)
+                return unroll<ROWS>([&](auto r) __attribute__((always_inline)) {
+                    store(place + r * WIDTH, fma(scale, part[r][p], load(place + r * WIDTH)));
+                });
             const V offset = load(decoded.offsets + group * WIDTH + p * LANES);
             unroll<ROWS>([&](auto r) __attribute__((always_inline)) {
-                float* place = totals + r * WIDTH + p * LANES;
-                store(place, fma(offset, splat(sums[r * sums_stride + group]), load(place)));
+                const V total = fma(scale, part[r][p], load(place + r * WIDTH));
+                store(place + r * WIDTH, fma(offset, splat(sums[r * sums_stride + group]), total));
             });
         });
     }

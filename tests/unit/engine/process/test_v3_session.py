@@ -19,14 +19,14 @@ from kvasir_console.engine.checkpoint.gguf import Checkpoint
 from kvasir_console.engine.experts import ExpertBank
 from kvasir_console.engine.process.compute import Compute
 from kvasir_console.engine.process.expert_server import ExpertServer
-from kvasir_console.engine.process.served import ServedSlice
+from kvasir_console.engine.process.served import HeldBank
 from kvasir_console.engine.process.v3_link import V3Link
 from kvasir_console.engine.process.worker import SessionStats, Slice, Worker, WorkerError, choose_wire
 from kvasir_console.relay.wire import dispatch_v3 as v3
 from kvasir_console.relay.wire.dispatch import Request
 from kvasir_console.relay.wire.dispatch_v3 import Hello
 from kvasir_console.relay.wire.preamble import Kind, Preamble, Wire
-from kvasir_console.relay.wire.values import ALL_DTYPES, Dtype
+from kvasir_console.relay.wire.values import Dtype
 
 SHARD = Path(__file__).parents[3] / "data" / "conformance" / "dispatch" / "shard_small-f32.gguf"
 MODEL = bytes(range(32))
@@ -84,6 +84,8 @@ class Network:
     def __init__(self, server: ExpertServer, preamble: Preamble) -> None:
         self.server = server
         self.preamble = preamble
+        self.served: Preamble | None = None
+        """What the worker's own node says, if it says something else."""
         self.accounts: dict[Slice, SessionStats] = {}
         self.tasks: list[asyncio.Task[object]] = []
         self.workers: list[Worker] = []
@@ -99,7 +101,7 @@ class Network:
 
         async def serve() -> None:
             with contextlib.suppress(OSError):  # as the engine's server does
-                await self.server.serve(self.preamble, reader, writer)
+                await self.server.serve(self.served or self.preamble, reader, writer)
             writer.close()
 
         self.tasks.append(asyncio.create_task(serve()))
@@ -133,7 +135,7 @@ async def network(bank: ExpertBank, compute: Compute) -> AsyncIterator[Network]:
     with Checkpoint.open(SHARD) as checkpoint:
         digest = shard_digest(checkpoint)
     second = ExpertBank(bank.layer + 1, 0, 2, bank._experts[1:3])
-    server = ExpertServer([ServedSlice(bank, digest), ServedSlice(second)], compute, model_digest=MODEL)
+    server = ExpertServer([HeldBank(bank, MODEL, digest), HeldBank(second, MODEL)], compute)
     preamble = Preamble(
         Kind.DISPATCH,
         "expert-a",
@@ -142,7 +144,7 @@ async def network(bank: ExpertBank, compute: Compute) -> AsyncIterator[Network]:
         bank.layer,
         bank.begin,
         bank.end,
-        more=((second.layer, 0, 4),),
+        more=((second.layer, 0, 2),),
     )
     made = Network(server, preamble)
     made.n_embd = bank.n_embd
@@ -273,6 +275,21 @@ async def test_a_worker_that_fails_says_so_and_goes_on(
     assert np.array_equal(await worker.ask(bank.layer, asked), sums(bank, asked))
 
 
+async def test_a_session_that_cannot_answer_any_more_ends(
+    network: Network, bank: ExpertBank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = await network.worker()
+    (session,) = network.server._sessions
+
+    def broken(*_: object) -> None:
+        raise ConnectionResetError("the trunk's socket is gone")
+
+    monkeypatch.setattr(session._end, "answer", broken)
+    with pytest.raises(ConnectionResetError):
+        await asyncio.wait_for(worker.ask(bank.layer, request(bank, 1)), TIMEOUT_S)
+    assert not network.server._sessions
+
+
 async def test_a_cancelled_request_is_not_computed_and_frees_its_room(
     network: Network, bank: ExpertBank, compute: Compute
 ) -> None:
@@ -298,7 +315,7 @@ async def test_a_cancelled_request_is_not_computed_and_frees_its_room(
 async def test_the_workers_byte_budget_is_kept(bank: ExpertBank, compute: Compute) -> None:
     one = v3.request_bytes(Dtype.F32, bank.n_embd, 2, 4)
     budget = 2 * v3.cost_bytes(Dtype.F32, bank.n_embd, one)
-    server = ExpertServer([ServedSlice(bank)], compute, model_digest=MODEL, byte_budget=budget)
+    server = ExpertServer([HeldBank(bank, MODEL)], compute, byte_budget=budget)
     preamble = Preamble(Kind.DISPATCH, "expert-a", "wallet", MODEL, bank.layer, bank.begin, bank.end)
     network = Network(server, preamble)
     network.n_embd = bank.n_embd
@@ -390,10 +407,11 @@ async def test_a_bad_stream_is_told_why_and_closed(network: Network, bank: Exper
 
 
 async def test_a_worker_of_another_model_or_with_other_bytes_is_refused(network: Network, bank: ExpertBank) -> None:
+    network.served = network.preamble
     network.preamble = dataclasses.replace(network.preamble, model_digest=bytes(32))
     with pytest.raises(ValueError, match="another model"):
         await (await network.made()).open()
-    network.preamble = dataclasses.replace(network.preamble, model_digest=MODEL)
+    network.preamble = network.served
 
     async def other(_held: Slice) -> bytes:
         return b"\1" * 32
@@ -410,6 +428,7 @@ async def test_a_worker_of_another_model_or_with_other_bytes_is_refused(network:
 
 
 async def test_only_what_the_hub_admitted_is_asked_for(network: Network, bank: ExpertBank) -> None:
+    network.served = network.preamble
     network.preamble = dataclasses.replace(network.preamble, more=())
     worker = await network.worker()
     assert worker.slices == (Slice(bank.layer, bank.begin, bank.end),)
@@ -480,8 +499,3 @@ async def test_no_greeting_in_time_is_an_error() -> None:
 )
 def test_the_nearest_wire_that_both_speak(wanted: Wire, spoken: Wire, dtype: Dtype, wire: Wire) -> None:
     assert choose_wire(wanted, spoken, dtype) is wire
-
-
-def test_all_dtypes_are_offered(bank: ExpertBank, compute: Compute) -> None:
-    server = ExpertServer([ServedSlice(bank)], compute)
-    assert server._hello.dtypes == ALL_DTYPES

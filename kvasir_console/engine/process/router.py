@@ -235,11 +235,6 @@ class Router:
 
         for session in self._roster.probes(layer):
             self._probe(session, layer, x, pairs, total)
-        def remote(some: Pairs) -> None:
-            tally.count_remote(some.rows + step.start)
-            counts = self.pairs_remote[layer]
-            counts += np.bincount(some.ids - bank.begin, minlength=len(counts))
-
         if not parts:
             local(pairs)
             return total.result()

@@ -244,3 +244,13 @@ def _bench_parser(parser: argparse.ArgumentParser) -> None:
     relay.add_argument("--rtt-ms", type=float, default=0.0, metavar="MS", help="of the link between node and hub")
     relay.add_argument("--seed", type=int, default=0, metavar="N")
     relay.add_argument("--json", action="store_true")
+    same = commands.add_parser("equivalence", help="how far two ways to compute a model are apart, layer by layer")
+    same.add_argument("--model", metavar="FILE|NAME", default="smollm2", help="a GGUF, or a name of models list")
+    form = "KERNELS[:kv=TYPE][:threads=N][:device=D]"
+    same.add_argument("--a", metavar=form, default="reference", help="the one to compare with (default reference)")
+    same.add_argument("--b", metavar=form, default="auto", help="the one compared (default auto)")
+    same.add_argument("--b-model", metavar="FILE|NAME", help="what B reads instead: the same network otherwise stored")
+    same.add_argument("--tokens", type=int, default=32, metavar="N", help="greedy tokens after each text (default 32)")
+    same.add_argument("--prompts", type=int, default=4, metavar="N", help="texts, 1 to 8 (default 4)")
+    same.add_argument("--threads", type=int, default=0, metavar="N", help="of a side that names none")
+    same.add_argument("--json", action="store_true")

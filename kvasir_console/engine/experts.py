@@ -230,6 +230,10 @@ def _sum_by_row(terms: Tensor, row_idx: Indices, n_rows: int) -> Tensor:
     """(P, D) to (n_rows, D). The first terms of all rows are added at once, then the second ones, and so on: no two of
     a turn share a row, so nothing depends on a scatter's order."""
     out = terms.new_zeros(n_rows, terms.shape[1])
+    if n_rows == 1:  # a decode step of one sequence: the same additions without the indices
+        for term in terms:
+            out += term
+        return out
     order = np.argsort(row_idx, kind="stable")
     by_row = row_idx[order]
     turns = np.arange(len(order)) - np.searchsorted(by_row, by_row)

@@ -73,7 +73,7 @@ def test_the_source_digest_covers_size_header_and_both_ends(tmp_path, padding: i
     stored = path.read_bytes() + bytes(padding)
     path.write_bytes(stored)
     with Checkpoint.open(path) as checkpoint:
-        start = checkpoint.data_start
+        start = checkpoint.parts[0].header.data_start
         header, data = stored[:start], stored[start:]
         expected = hashlib.sha256(str(len(stored)).encode() + header + data[: 2**20] + stored[-(2**20) :])
         assert source_digest(checkpoint) == expected.hexdigest()

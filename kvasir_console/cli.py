@@ -113,11 +113,11 @@ def _console(arguments: argparse.Namespace) -> int:
 
 
 def _wallet(arguments: argparse.Namespace) -> int:
-    """What needs a running node goes to its socket; the rest is done on the vault's file."""
+    """What concerns a running node goes to its socket; the rest is done on the vault's file."""
     if arguments.wallet_command in ("unlock", "lock", "claim"):
         from kvasir_console import headless
 
-        return headless.ask_node(arguments.wallet_command, arguments, keyring=_load(arguments).wallet.keyring)
+        return headless.ask_node(arguments.wallet_command, arguments, _load(arguments))
     from kvasir_console.wallet import command
 
     return command.run(arguments, _load(arguments))

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_type_hints
+from urllib.parse import parse_qsl, urlsplit
 
 from kvasir_console.errors import ConfigError
 
@@ -119,10 +120,12 @@ class GatewayConfig:
     tls_cert: str = ""
     tls_key: str = ""
     database: str = ""
-    """SQLAlchemy URL (empty: SQLite in the data directory)."""
+    """SQLAlchemy URL (empty: SQLite in the data directory). One with a password only in a file of mode 0600."""
     models: tuple[ServedModel, ...] = ()
     target_replicas: int = 2
     minimum_claim_micro_kvr: int = 1_000_000
+    bonus_wallets: str = ""
+    """Wallets whose nodes host the network's gateway, separated by spaces: their work counts one and a half times."""
     settlement_poll_s: float = 30.0
     service_token_file: str = ""
     """File with the machine-to-machine token; made on first start when empty."""
@@ -189,6 +192,8 @@ def load(
             where = f"{file} [{section}]"
             _check_name(key, _types(section), "key", where)
             tables[section][key] = _coerce(_types(section)[key], value, f"{where} {key}")
+            if f"{section}.{key}" in _MAY_HOLD_PASSWORDS and has_password(value) and file is not None:
+                _check_private(file, f"{where} {key}")
             _check_value(f"{section}.{key}", tables[section][key], where)
     for name, text in env.items():
         if name.startswith("KVASIR_") and name not in RESERVED_ENVIRONMENT:
@@ -242,6 +247,12 @@ def _check_value(name: str, value: Any, source: str) -> None:
 def _set_from_text(tables: Mapping[str, dict[str, Any]], section: str, key: str, text: str, source: str) -> None:
     _check_name(section, tables, "section", source)
     _check_name(key, _types(section), "key", source)
+    if f"{section}.{key}" in _MAY_HOLD_PASSWORDS and has_password(text):
+        raise ConfigError(
+            "password_exposed",
+            f"{source} holds a password, where other programs can see it.",
+            "Set it in the configuration file (mode 0600), or leave the password to PostgreSQL's own ~/.pgpass.",
+        )
     tables[section][key] = _from_text(section, key, text, source)
     _check_value(f"{section}.{key}", tables[section][key], source)
 
@@ -299,6 +310,20 @@ def _from_text(section: str, key: str, text: str, source: str) -> Any:
     raise ConfigError("not_settable", f"{source}: {section}.{key} can only be set in the file.")
 
 
+def has_password(url: str) -> bool:
+    """Whether a database's URL holds a password, before its host or among its options."""
+    parts = urlsplit(url)
+    return parts.password is not None or any(name.lower() == "password" for name, _ in parse_qsl(parts.query))
+
+
+def _check_private(file: Path, where: str) -> None:
+    if file.stat().st_mode & 0o077:
+        raise ConfigError(
+            "config_exposed", f"{where} holds a password, and others may read it.", f"Close it with: chmod 600 '{file}'"
+        )
+
+
+_MAY_HOLD_PASSWORDS = ("gateway.database",)
 _CHOICES: dict[str, tuple[str, ...]] = {
     "engine.kernels": ("auto", "native", "eager", "reference"),
     "engine.kv_type": ("f32", "f16", "bf16", "q8_0"),

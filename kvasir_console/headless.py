@@ -11,11 +11,11 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvasir_console import logs
 from kvasir_console.config import Config
-from kvasir_console.errors import ExitCode, UsageError
+from kvasir_console.errors import ExitCode, NetworkError, UsageError
 from kvasir_console.paths import Paths
 
 if TYPE_CHECKING:
@@ -88,23 +88,20 @@ async def _gateway(config: Config, paths: Paths) -> int:
     return ExitCode.OK
 
 
-def ask_node(verb: str, arguments: argparse.Namespace, *, keyring: bool = False) -> int:
-    """``unlock``, ``lock`` or ``claim`` at the node that runs with this home.
-
-    Args:
-        keyring: whether the desktop's key ring may be asked for the passphrase.
+def ask_node(verb: str, arguments: argparse.Namespace, config: Config) -> int:
+    """``unlock``, ``lock`` or ``claim`` at the node that runs with this home; without one, a claim is made from here.
 
     Raises:
-        NetworkError: no node runs.
+        NetworkError: no node runs, or for a claim: no gateway answers.
         WalletError: the passphrase is wrong, or the wallet is locked.
         LedgerError: there is nothing to claim yet.
     """
     match verb:
         case "unlock":
-            return asyncio.run(_unlock(arguments, keyring=keyring))
+            return asyncio.run(_unlock(arguments, keyring=config.wallet.keyring))
         case "lock":
             return asyncio.run(_lock())
-    return asyncio.run(_claim(as_json=arguments.json))
+    return asyncio.run(_claim(arguments, config))
 
 
 async def _lock() -> int:
@@ -120,13 +117,7 @@ async def _unlock(arguments: argparse.Namespace, *, keyring: bool) -> int:
     async with _running_node() as client:
         wallet = (await client.snapshot()).wallet  # no node: said before a passphrase is asked for
         cache = (lambda: passphrase_cache.recall(wallet)) if keyring else None
-        passphrase = _passphrase(arguments, "Passphrase of the wallet: ", cache)
-        if passphrase is None:
-            raise UsageError(
-                "no_passphrase",
-                "Unlocking needs the passphrase, and there is no terminal to ask on.",
-                "Give --passphrase-file FILE (mode 0600) or --passphrase-fd FD.",
-            )
+        passphrase = _needed(_passphrase(arguments, "Passphrase of the wallet: ", cache), "Unlocking")
         await client.call("unlock", passphrase=passphrase)
         if arguments.remember:
             passphrase_cache.remember(wallet, passphrase)
@@ -134,16 +125,45 @@ async def _unlock(arguments: argparse.Namespace, *, keyring: bool) -> int:
     return ExitCode.OK
 
 
-async def _claim(*, as_json: bool) -> int:
-    from kvasir_console.wallet.token import format_kvr
+def _needed(passphrase: str | None, what: str) -> str:
+    if passphrase is None:
+        raise UsageError(
+            "no_passphrase",
+            f"{what} needs the passphrase, and there is no terminal to ask on.",
+            "Give --passphrase-file FILE (mode 0600) or --passphrase-fd FD.",
+        )
+    return passphrase
 
-    async with _running_node() as client:
-        claim = (await client.call("claim"))["claim"]
-    if as_json:
+
+async def _claim(arguments: argparse.Namespace, config: Config) -> int:
+    from kvasir_console.wallet.money import KVR, amount_text
+
+    try:
+        async with _running_node() as client:
+            claim = (await client.call("claim"))["claim"]
+    except NetworkError as error:
+        if error.code != "no_node_there":
+            raise
+        claim = await _claim_from_here(arguments, config)
+    if arguments.json:
         print(json.dumps(claim, indent=2))
     else:
-        print(f"{format_kvr(int(claim['micro_kvr']))} KVR claimed, {claim['state']}")
+        print(f"{amount_text(KVR, int(claim['micro_kvr']))} claimed, {claim['state']}")
     return ExitCode.OK
+
+
+async def _claim_from_here(arguments: argparse.Namespace, config: Config) -> dict[str, Any]:
+    from kvasir_console.node import claiming
+    from kvasir_console.wallet import passphrase_cache
+    from kvasir_console.wallet.vault import public_accounts
+
+    paths = Paths.from_environment().ensure()
+    wallet = public_accounts(paths.vault_file)[0].address
+    cache = (lambda: passphrase_cache.recall(wallet)) if config.wallet.keyring else None
+    passphrase = _passphrase(arguments, "Passphrase of the wallet: ", cache)
+    made = await claiming.claim(config, paths, _needed(passphrase, "No node runs here, so claiming"))
+    print("No node runs here: the claim was signed and sent by this command.", file=sys.stderr)
+    return made
 
 
 @contextlib.asynccontextmanager

@@ -68,7 +68,7 @@ class Node:
         self.name = config.node.name or hardware.host_name()
         self.worker_id = worker_id(self.wallet, self.name)
         self._credentials = Credentials(self._market, self._signer, self.wallet, paths.state / "node-token.json")
-        self._accounts = Accounts(self._market, self._signer, self.wallet, config.wallet)
+        self._accounts = Accounts(self._market, self._signer, self.wallet, config.wallet, paths)
         self._engine = Engine(
             "node",
             paths.runtime,

@@ -37,7 +37,7 @@ from kvasir_console.node.gateway.openai import OpenAI
 from kvasir_console.node.gateway.participation import Participation
 from kvasir_console.node.gateway.payments import Payments
 from kvasir_console.node.gateway.plans import make_rings
-from kvasir_console.node.gateway.settle import Settler
+from kvasir_console.node.gateway.settle import Settler, read_bonuses
 from kvasir_console.node.gateway.slots import Slots
 from kvasir_console.node.gateway.store import Store
 from kvasir_console.node.gateway.trunk import EngineFactory, OnExit, OnReady, SupervisedEngine, Trunk, Trunks
@@ -120,6 +120,7 @@ class GatewayService:
     async def _start(self) -> None:
         gateway, paths = self._config.gateway, self._paths
         paths.ensure()
+        self._bonuses = read_bonuses(gateway.bonus_wallets)
         token_file = Path(gateway.service_token_file).expanduser() if gateway.service_token_file else None
         secrets = await asyncio.to_thread(Secrets.load, paths.data / "gateway", token_file)
         catalog = await asyncio.to_thread(read_catalog, gateway.models)
@@ -151,7 +152,12 @@ class GatewayService:
         )
         await self._stack.enter_async_context(client)
         self._settler = Settler(
-            client, secrets.service_token, self._ledger, poll_s=gateway.settlement_poll_s, clock=self._clock
+            client,
+            secrets.service_token,
+            self._ledger,
+            poll_s=gateway.settlement_poll_s,
+            bonuses=self._bonuses,
+            clock=self._clock,
         )
         # The last to be pushed is the first to run: answers end and are settled while everything still works.
         self._stack.push_async_callback(self._settle_last)
@@ -215,6 +221,7 @@ class GatewayService:
             self._ledger,
             self._census,
             minimum_micro_kvr=gateway.minimum_claim_micro_kvr,
+            bonuses=self._bonuses,
             clock=self._clock,
         )
         return make_app([*openai.routes(), *info.routes(), *participation.routes(), *payments.routes()])

@@ -13,12 +13,12 @@ import pytest
 from gateway_parts import ALICE, BOB, CAROL, MOE, NOW, Clock, Gateway, entry, gateway
 
 from kvasir_console.config import ServedModel
-from kvasir_console.errors import LedgerError, NetworkError
+from kvasir_console.errors import ConfigError, LedgerError, NetworkError
 from kvasir_console.node.gateway.census import Census, OfferedModel
 from kvasir_console.node.gateway.coverage import parse_report
 from kvasir_console.node.gateway.ledger import Ledger, Reading
 from kvasir_console.node.gateway.metering import Meter, ring_contributions
-from kvasir_console.node.gateway.settle import Settler, parse_row
+from kvasir_console.node.gateway.settle import Settler, parse_row, read_bonuses
 from kvasir_console.node.gateway.store import Store
 from kvasir_console.node.placement.plan import Plan, PlannedStage
 from kvasir_console.relay.session import SessionCount
@@ -193,6 +193,33 @@ async def test_polls_credit_what_grew(served: Gateway) -> None:
     (account,) = served.ledger.accounts()
     assert (account.worker_id, account.kind, account.model, account.platform["os"]) == ("a", "expert", MOE, "linux")
     assert (account.credited_micro_kvr, account.carried) == (10_001, Fraction(49, 100))
+
+
+async def test_a_wallet_with_a_bonus_earns_half_as_much_again_from_then_on(served: Gateway) -> None:
+    await served.meter.read_engine("r1", [entry("expert-a", ALICE.address, 1_000_000)])
+    assert await settler(served).poll() == 10_000
+    rewarded = Settler(
+        served.client,
+        served.secrets.service_token,
+        served.ledger,
+        poll_s=1.0,
+        bonuses=read_bonuses(f" {BOB.address}  {ALICE.address} "),
+        clock=served.clock,
+    )
+    assert await rewarded.poll() == 0  # what was credited stays as it was
+    await served.meter.read_engine("r1", [entry("expert-a", ALICE.address, 1_000_101)])
+    assert await rewarded.poll() == 1
+    (account,) = served.ledger.accounts()
+    assert account.credited_micro_kvr + account.carried == Fraction(1_000_000, 100) + Fraction(101, 100) * Fraction(
+        3, 2
+    )
+    assert served.ledger.audit() == ()
+
+
+def test_a_bonus_for_what_is_no_wallet_is_refused() -> None:
+    assert read_bonuses("") == {}
+    with pytest.raises(ConfigError, match="'everyone' is no Solana address"):
+        read_bonuses(f"{ALICE.address} everyone")
 
 
 async def test_counters_that_stand_still_do_not_reach_the_database(

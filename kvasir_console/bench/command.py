@@ -61,12 +61,12 @@ def _experts(arguments: argparse.Namespace) -> int:
         rtt_ms=arguments.rtt_ms,
         streams=arguments.streams,
         layers_remote=arguments.layers_remote,
-        threads=arguments.threads or psutil.cpu_count(logical=False) or 1,
+        threads=_threads(arguments),
         kernels=arguments.kernels,
         wire=arguments.wire,
         seed=arguments.seed,
     )
-    report = asyncio.run(experts.run(options, lambda line: print(line, file=sys.stderr, flush=True)))
+    report = asyncio.run(experts.run(options, _say))
     print(json.dumps(report, indent=2) if arguments.json else experts.describe(report))
     return ExitCode.OK
 
@@ -84,7 +84,7 @@ def _relay(arguments: argparse.Namespace) -> int:
             hidden=arguments.hidden,
             rtt_ms=arguments.rtt_ms,
             seed=arguments.seed,
-            say=lambda line: print(line, file=sys.stderr, flush=True),
+            say=_say,
         )
     )
     print(json.dumps(report, indent=2) if arguments.json else relay.describe(report))

@@ -126,7 +126,11 @@ class Caller:
         self._layer, self._n_expert = session["layer"], session["end"]
         with Checkpoint.open(Path(options["model"])) as checkpoint:
             self._bank = ExpertBank.load(
-                checkpoint, self._layer, 0, self._n_expert, forms=ComputeOptions(kernels=options["kernels"]).forms()
+                checkpoint,
+                self._layer,
+                0,
+                self._n_expert,
+                forms=ComputeOptions(kernels=options["kernels"]).forms("cpu"),
             )
         self._rng = np.random.default_rng(options["seed"])
         self._socket = session["trunk_socket"]

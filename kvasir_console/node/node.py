@@ -46,6 +46,7 @@ from kvasir_console.node.telemetry import Counters, Telemetry
 from kvasir_console.node.worker_id import worker_id
 from kvasir_console.paths import Paths
 from kvasir_console.relay.closing import CloseCode
+from kvasir_console.relay.counting import OwnCount
 from kvasir_console.relay.uplink import Uplink, UplinkPhase, UplinkState
 from kvasir_console.relay.wire.control import Message
 from kvasir_console.relay.wire.preamble import Kind
@@ -447,8 +448,15 @@ class Node:
             redial_min_s=min(network.redial_min_s, QUICK_REDIAL_S[0]) if quick else network.redial_min_s,
             redial_max_s=min(network.redial_max_s, QUICK_REDIAL_S[1]) if quick else network.redial_max_s,
             on_change=changed,
-            count=None if self._holding is None else self._statements.count(self._holding.account(), session.name),
+            count=self._own_count(session),
         )
+
+    def _own_count(self, session: RelaySession) -> OwnCount | None:
+        holding = self._holding
+        if holding is None:
+            return None
+        experts = isinstance(holding, ExpertHolding)
+        return self._statements.count(holding.account(), session.name, compare_rows=experts)
 
     async def _session_token(self, *, refresh: bool) -> str:
         return await self._credentials.get(refresh=refresh)

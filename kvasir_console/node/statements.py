@@ -81,6 +81,7 @@ class StatementBook:
         self._served = False
         self._worker = ""
         self._refused = ""
+        self._compared = _COUNTED
         self._last_work = (0, 0)
         kept = self._read()
         self._workers = kept or {}
@@ -92,9 +93,15 @@ class StatementBook:
         self._served = info.statements
         self._keys = self._pin.follow(info.hub_key, info.hub_key_rotations) if info.hub_key else ()
 
-    def count(self, worker: str, session: str) -> OwnCount:
-        """The byte count of a session, to be handed to its uplink."""
+    def count(self, worker: str, session: str, *, compare_rows: bool = True) -> OwnCount:
+        """The byte count of a session, to be handed to its uplink.
+
+        Args:
+            compare_rows: the hub's rows are rows this node computes. A ring's stage is credited with token rows
+                through the whole model, and computes fewer of them where a prompt's beginning was known already.
+        """
         self._worker = worker
+        self._compared = _COUNTED if compare_rows else _COUNTED - _COMPUTED
         return self._of(worker).sessions.setdefault(session, OwnCount())
 
     def work(self, rows: int, pairs: int) -> None:
@@ -165,7 +172,7 @@ class StatementBook:
         worker = self._of(name)
         if worker.head.latest is not None:
             mine = worker.mine()
-            for count in self._unsure:
+            for count in self._unsure & self._compared:
                 unseen = max(0, getattr(worker.head.latest, count) - mine[count])
                 worker.base[count] = worker.base.get(count, 0) + unseen
             self._unsure = frozenset()
@@ -206,7 +213,7 @@ class StatementBook:
         if stated is None:
             return ""
         mine = worker.mine()
-        over = [name for name in mine if getattr(stated, name) > mine[name]]
+        over = [name for name in mine if name in self._compared and getattr(stated, name) > mine[name]]
         return f"the hub states more {' and '.join(over)} than this node counted".replace("_", " ") if over else ""
 
     async def _acknowledge(self, with_token: WithToken, name: str, worker: _Worker, key: SessionKey) -> None:

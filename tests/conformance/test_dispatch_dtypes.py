@@ -21,7 +21,7 @@ TEXT = (
     "destroyed the mill and two bridges. def area(radius): return 3.14159 * radius ** 2"
 )
 # Mean KL from the trunk's own distributions (nats), smallest cosine of a position's logits.
-BOUNDS = {Dtype.F32: (0.0, 1.0), Dtype.F16: (1e-5, 0.99999), Dtype.BF16: (1e-3, 0.9995), Dtype.INT8: (2e-2, 0.99)}
+BOUNDS = {Dtype.F32: (0.0, 1.0), Dtype.F16: (3e-4, 0.995), Dtype.BF16: (2e-3, 0.995), Dtype.INT8: (0.2, 0.8)}
 
 
 def over_the_wire(dtype: Dtype, x: torch.Tensor) -> torch.Tensor:

@@ -125,6 +125,40 @@ async def test_an_expert_worker_killed_with_work_in_flight_costs_no_token_and_se
     assert after.kvasir["pairs_remote"] > 0
 
 
+async def test_what_the_hub_states_is_what_each_node_counted_to_the_byte(
+    network: LocalNetwork, gateway: Gateway, tiny: Models
+) -> None:
+    """Also after an engine was killed in the middle, which breaks its session."""
+    await network.wait_ready(lambda: ready(network, gateway, tiny), "a model is not served")
+    await gateway.complete(tiny.moe_id, PROMPT, 8)
+    victim = await network.snapshot(network.experts[0])
+    assert victim is not None
+    assert victim.engine_pid is not None
+    os.kill(victim.engine_pid, signal.SIGKILL)
+    await network.wait_ready(lambda: ready(network, gateway, tiny), "the killed engine does not serve again")
+    await gateway.complete(tiny.moe_id, PROMPT, 8)
+    await gateway.complete(RING_MODEL, PROMPT, 8)
+    members = [*network.experts, *network.ring]
+
+    async def agreed() -> bool:
+        seen = [snapshot.statements for member in members if (snapshot := await network.snapshot(member)) is not None]
+        assert all(view.disputed_bytes == 0 for view in seen)
+        return len(seen) == len(members) and all(
+            (view.mine_bytes_up, view.mine_bytes_down) == (view.stated_bytes_up, view.stated_bytes_down)
+            and view.refused == ""
+            and view.acknowledged == view.sequence
+            for view in seen
+        )
+
+    await network.wait_ready(agreed, "a node and the hub count differently")
+    for member in network.experts:
+        snapshot = await network.snapshot(member)
+        assert snapshot is not None
+        view = snapshot.statements
+        assert view.stated_pairs is not None
+        assert 0 < view.stated_pairs <= view.mine_pairs
+
+
 @pytest.mark.parametrize("wire", ["v2", "v3"])
 async def test_a_worker_that_swaps_experts_changes_no_token_and_earns_nothing(
     tiny: Models, tmp_path: Path, wire: str

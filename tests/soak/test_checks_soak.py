@@ -37,7 +37,7 @@ def step(bank: ExpertBank, rng: np.random.Generator, dtype: Dtype, gain: float) 
     """What a worker answers to a step whose expert 3 is off by ``gain``, the reference's terms, rows, experts."""
     # A few channels are far larger than the others, as they are in real hidden states.
     states = rng.standard_normal((ROWS, N_EMBD)) * np.where(np.arange(N_EMBD) % 29 == 0, 6.0, 1.0)
-    rows = carried(dtype, states.astype(np.float32))
+    rows = carried(dtype, states.astype(np.float32)).copy()
     ids = np.argsort(rng.random((ROWS, N_EXPERT)), axis=1)[:, :2].reshape(-1)
     first = 1 / (1 + np.exp(-np.abs(rng.normal(0, 1.5, ROWS))))
     weights = np.stack([first, 1 - first], axis=1).reshape(-1).astype(np.float32)

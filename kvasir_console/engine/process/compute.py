@@ -50,7 +50,7 @@ class Compute:
 
     async def run(self, function: Callable[[], T]) -> T:
         """Run ``function`` on a compute thread and await its value."""
-        self._runs += 1
+        self._runs += 1  # what ``freed`` looks at
         future: Future[T] = Future()
         with self._turn:
             self._items.append(_Item(function, future))
@@ -85,6 +85,10 @@ class Compute:
         asyncio.get_running_loop().call_later(TRIM_AFTER_S, self._trim_if_idle, self._runs)
 
     def close(self) -> None:
+        with self._turn:
+            items, self._items = list(self._items), deque()
+        for item in items:
+            item.future.cancel()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _hire(self) -> None:

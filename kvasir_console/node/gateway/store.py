@@ -67,8 +67,8 @@ def _to_version_2(connection: Connection) -> None:
 
 def _to_version_3(connection: Connection) -> None:
     """Statements, and the byte counts they are made of."""
-    relay_counts.create(connection)
-    statements.create(connection)
+    relay_counts.create(connection, checkfirst=True)
+    statements.create(connection, checkfirst=True)
 
 
 _UPGRADES: Mapping[int, Callable[[Connection], None]] = {1: _to_version_2, 2: _to_version_3}

@@ -135,6 +135,18 @@ async def test_a_hub_that_states_less_is_shown_and_one_that_states_more_is_not_s
     assert len(hub.acknowledged) == 1
 
 
+async def test_a_rings_stage_compares_bytes_only(tmp_path: Path) -> None:
+    hub = FakeHub()
+    made = book(hub, tmp_path)
+    made.count(WORKER, SESSION, compare_rows=False).sent = 5
+    for rows in (3, 9):
+        hub.state(5, 0, rows, 0)
+        assert await look(made) == ""
+    assert (made.view().mine_rows, made.view().stated_rows) == (0, 9)
+    hub.state(6, 0, 9, 0)
+    assert "bytes up" in await look(made)
+
+
 async def test_a_chain_that_shrinks_changes_or_ends_early_is_refused_and_the_head_stays(tmp_path: Path) -> None:
     hub = FakeHub()
     made = book(hub, tmp_path)

@@ -21,7 +21,7 @@ from kvasir_console.node.gateway.metering import Meter, ring_contributions
 from kvasir_console.node.gateway.settle import Settler, parse_row, read_bonuses
 from kvasir_console.node.gateway.store import Store
 from kvasir_console.node.placement.plan import Plan, PlannedStage
-from kvasir_console.relay.session import SessionCount
+from kvasir_console.relay.counting import SessionCount
 from kvasir_console.relay.wire.signed import canonical_json
 
 VECTORS = json.loads((Path(__file__).parents[3] / "data/conformance/settlement.json").read_text())

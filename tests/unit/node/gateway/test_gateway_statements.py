@@ -100,6 +100,8 @@ async def test_nothing_new_makes_no_statement_and_time_makes_few(tmp_path: Path)
         for _ in range(3):
             assert len((await page(served, token))["statements"]) == 1
         work.tally.add_ws2tcp(1)
+        assert len((await page(served, token))["statements"]) == 1  # within the same ten seconds
+        served.clock.now += 11
         assert len((await page(served, token))["statements"]) == 2
         work.tally.add_ws2tcp(1)
         assert len((await page(served, token))["statements"]) == 2  # within the same ten seconds

@@ -91,7 +91,7 @@ def test_variables_of_other_programs_and_of_paths_are_left_alone():
         ("[node]\nmax_expert = 1", "unknown_key", "'max_experts'"),
         ("[nod]\nname = 'x'", "unknown_section", "'node'"),
         ("[wallet]\nrpcurl = 'x'", "unknown_key", "'rpc_url'"),
-        ("[node]\nzzzzqqq = 1", "unknown_key", "max_experts, memory_budget_mib"),
+        ("[node]\nzzzzqqq = 1", "unknown_key", "max_experts, max_slices, memory_budget_mib"),
         ("node = 3", "config_not_a_table", ""),
         ("[node\n", "config_malformed", "line"),
         ("[node]\nmax_experts = '1'", "wrong_type", ""),

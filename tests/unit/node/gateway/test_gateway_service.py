@@ -23,6 +23,7 @@ from kvasir_console.config import Config, GatewayConfig, ServedModel
 from kvasir_console.engine.process.client import EngineClient
 from kvasir_console.errors import ConfigError, KvasirError, ModelError, SystemResourceError
 from kvasir_console.node.gateway import service as service_module
+from kvasir_console.node.gateway.backends import RingBackend
 from kvasir_console.node.gateway.census import STALE_S
 from kvasir_console.node.gateway.service import GatewayService
 from kvasir_console.node.placement.plan import verify_plan
@@ -283,6 +284,7 @@ async def test_a_ring_answers_through_rank_0_and_its_stages_earn(
     tmp_path: Path, models: tuple[ServedModel, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvasir_console.node.gateway.backends.ENTRY_TIMEOUT_S", 0.1)
+    monkeypatch.setitem(RingBackend.__init__.__kwdefaults__, "recover_s", 0.5)
     async with running(tmp_path, models[1:]) as gateway:
         reply = await gateway.client.get("/v1/health")
         assert (reply.status_code, reply.json()["status"]) == (503, "unhealthy")

@@ -138,7 +138,7 @@ def generation(message: dict[str, Any]) -> list[dict[str, Any]]:
         "trace_path": None,
     }
     tokens = [{"event": "token", "index": n, "token": 7 + n, "text": text} for n, text in enumerate(("Hi", "!"))]
-    return [{"prompt_tokens": 5}, *tokens, done]
+    return [{"prompt_tokens": 5, "prompt_token_ids": [1, 2, 3, 4, 5]}, *tokens, done]
 
 
 async def answer(

@@ -35,8 +35,9 @@ types: setup
 contracts: setup
 	@$(BIN)/lint-imports
 
+# A third of their time is waiting, so that even two cores keep three processes busy.
 unit: setup
-	@$(BIN)/python -m pytest -n 2 --dist worksteal tests/unit
+	@$(BIN)/python -m pytest -n 3 --dist worksteal tests/unit
 
 # What is too long for every day: random kills by the thousand, and the engine against a native build of llama.cpp.
 soak: setup native-peer

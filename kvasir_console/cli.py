@@ -87,6 +87,8 @@ def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         case "gateway":
             from kvasir_console import headless
 
+            if arguments.rotate_hub_key:
+                return headless.rotate_hub_key()
             return headless.run_gateway(_load(arguments))
         case "status":
             from kvasir_console import headless
@@ -113,11 +115,11 @@ def _console(arguments: argparse.Namespace) -> int:
 
 
 def _wallet(arguments: argparse.Namespace) -> int:
-    """What needs a running node goes to its socket; the rest is done on the vault's file."""
+    """What concerns a running node goes to its socket; the rest is done on the vault's file."""
     if arguments.wallet_command in ("unlock", "lock", "claim"):
         from kvasir_console import headless
 
-        return headless.ask_node(arguments.wallet_command, arguments, keyring=_load(arguments).wallet.keyring)
+        return headless.ask_node(arguments.wallet_command, arguments, _load(arguments))
     from kvasir_console.wallet import command
 
     return command.run(arguments, _load(arguments))
@@ -153,6 +155,9 @@ def _parser() -> argparse.ArgumentParser:
     _wallet_parser(commands.add_parser("wallet", help="make, import, guard and use the wallet"))
     _bench_parser(commands.add_parser("bench", help="measure this machine, alone or against llama.cpp"))
     gateway = commands.add_parser("gateway", help="run the gateway, hub and front port (operators)")
+    gateway.add_argument(
+        "--rotate-hub-key", action="store_true", help="give the hub a new signing key, signed for by the old one"
+    )
     _setting_option(gateway, dest="command_set", default=argparse.SUPPRESS)
     status = commands.add_parser("status", help="the state of the node that runs with this KVASIR_HOME")
     status.add_argument("--json", action="store_true", help="print the whole snapshot as JSON")
@@ -227,3 +232,53 @@ def _bench_parser(parser: argparse.ArgumentParser) -> None:
     engine.add_argument("--kernels", default="auto", help="auto, native, eager or reference")
     engine.add_argument("--seed", type=int, default=0, metavar="N")
     engine.add_argument("--json", action="store_true")
+    experts = commands.add_parser("experts", help="what remote experts cost: batches, streams, one stream, drafts")
+    experts.add_argument("--model", metavar="FILE|NAME", default="smollm2-moe", help="a mixture of experts")
+    experts.add_argument("--pairs", type=int, default=9, metavar="N", help="measurements of each side (default 9)")
+    experts.add_argument("--rtt-ms", type=float, default=13.0, metavar="MS", help="of the link between node and hub")
+    experts.add_argument("--streams", type=int, default=32, metavar="N")
+    experts.add_argument("--layers-remote", type=int, default=1, metavar="N")
+    experts.add_argument("--threads", type=int, default=0, metavar="N", help="of each engine (0: physical cores)")
+    experts.add_argument("--kernels", default="auto", help="auto, native, eager or reference")
+    experts.add_argument("--wire", default="v3", choices=("v1", "v2", "v2f16", "v3"))
+    experts.add_argument("--seed", type=int, default=0, metavar="N")
+    experts.add_argument("--json", action="store_true")
+    relay = commands.add_parser("relay", help="what the relay adds to a remote layer, and how much it carries")
+    relay.add_argument("--pairs", type=int, default=9, metavar="N", help="measurements of each side (default 9)")
+    relay.add_argument("--hidden", type=int, default=2048, metavar="N", help="width of the hidden state")
+    relay.add_argument("--rtt-ms", type=float, default=0.0, metavar="MS", help="of the link between node and hub")
+    relay.add_argument("--seed", type=int, default=0, metavar="N")
+    relay.add_argument("--json", action="store_true")
+    recovery = commands.add_parser("recovery", help="requests on a ring that is killed, stopped and cut meanwhile")
+    recovery.add_argument("--requests", type=int, default=64, metavar="N", help="at once (default 64)")
+    recovery.add_argument("--tokens", type=int, default=64, metavar="N", help="of each (default 64)")
+    recovery.add_argument("--faults", type=int, default=16, metavar="N", help="of the schedule (default 16)")
+    recovery.add_argument("--rtt-ms", type=float, default=20.0, metavar="MS", help="of each node's link to the hub")
+    recovery.add_argument("--seed", type=int, default=0, metavar="N", help="the same seed replays the same faults")
+    recovery.add_argument(
+        "--soak-minutes", type=float, default=0.0, metavar="N", help="go on for so long, and watch memory and the like"
+    )
+    recovery.add_argument("--keep", metavar="DIR", help="keep homes and logs there")
+    recovery.add_argument("--json", action="store_true")
+    ring = commands.add_parser("ring", help="a model over several machines against one process")
+    ring.add_argument("--model", metavar="FILE|NAME", default="smollm2", help="a GGUF, or a name of models list")
+    ring.add_argument("--stages", type=int, default=2, metavar="N", help="machines (default 2)")
+    ring.add_argument("--rtt-ms", type=float, default=20.0, metavar="MS", help="of each node's link to the hub")
+    ring.add_argument("--batch", type=int, default=8, metavar="N", help="requests at once without delay (default 8)")
+    ring.add_argument("--streams", type=int, default=32, metavar="N", help="requests at once with delay (default 32)")
+    ring.add_argument("--tokens", type=int, default=48, metavar="N", help="of each request (default 48)")
+    ring.add_argument("--pairs", type=int, default=9, metavar="N", help="measurements of each side (default 9)")
+    ring.add_argument("--threads", type=int, default=0, metavar="N", help="compute threads (0: physical cores)")
+    ring.add_argument("--seed", type=int, default=0, metavar="N")
+    ring.add_argument("--keep", metavar="DIR", help="keep homes and logs there")
+    ring.add_argument("--json", action="store_true")
+    same = commands.add_parser("equivalence", help="how far two ways to compute a model are apart, layer by layer")
+    same.add_argument("--model", metavar="FILE|NAME", default="smollm2", help="a GGUF, or a name of models list")
+    form = "KERNELS[:kv=TYPE][:threads=N][:device=D]"
+    same.add_argument("--a", metavar=form, default="reference", help="the one to compare with (default reference)")
+    same.add_argument("--b", metavar=form, default="auto", help="the one compared (default auto)")
+    same.add_argument("--b-model", metavar="FILE|NAME", help="what B reads instead: the same network otherwise stored")
+    same.add_argument("--tokens", type=int, default=32, metavar="N", help="greedy tokens after each text (default 32)")
+    same.add_argument("--prompts", type=int, default=4, metavar="N", help="texts, 1 to 8 (default 4)")
+    same.add_argument("--threads", type=int, default=0, metavar="N", help="of a side that names none")
+    same.add_argument("--json", action="store_true")

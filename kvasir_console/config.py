@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_type_hints
+from urllib.parse import parse_qsl, urlsplit
 
 from kvasir_console.errors import ConfigError
 
@@ -44,6 +45,8 @@ class NodeConfig:
     """Serve only this model (empty: whatever the market offers)."""
     max_experts: int = 64
     """Most experts to take in one assignment."""
+    max_slices: int = 1
+    """Most layers to hold experts of; more than one where the gateway speaks dispatch v3."""
     memory_budget_mib: int = 0
     """Most memory for weights (0: half of what is free)."""
     poll_s: float = 45.0
@@ -56,6 +59,9 @@ class NodeConfig:
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     device: str = "cpu"
+    """Where layers are held and computed, as torch names it: ``cpu``, ``cuda``, ``cuda:1``, ``mps``."""
+    expert_device: str = ""
+    """Where routed experts are, if not there: ``cpu`` keeps them in memory beside a small accelerator."""
     threads: int = 0
     """Compute threads (0: one for each physical core)."""
     kernels: str = "auto"
@@ -63,10 +69,18 @@ class EngineConfig:
     (plain torch) or ``reference`` (exact single precision, slow)."""
     kv_type: str = "f32"
     """A cached key or value: ``f32``, ``f16``, ``bf16`` or ``q8_0``, smaller and a little less exact in this order."""
+    kv_budget_mib: int = 0
+    """Most memory for the keys and values of one model's requests; who does not fit in it waits (0: half of what is
+    free when the model is loaded; models of one gateway share that half)."""
     context_length: int = 0
     """Longest request in tokens (0: the model's own, capped at 8192)."""
     dispatch_timeout_s: float = 10.0
     """How long the router waits for a remote expert before it computes the pairs itself."""
+
+    @property
+    def kv_budget_bytes(self) -> int:
+        """``kv_budget_mib`` in bytes."""
+        return self.kv_budget_mib * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,16 +119,45 @@ class GatewayConfig:
     port: int = 8791
     tls_cert: str = ""
     tls_key: str = ""
+    upstream: str = ""
+    """Be a public front only, and pass everything on to the gateway at this ``https://host:port`` in the LAN."""
     database: str = ""
-    """SQLAlchemy URL (empty: SQLite in the data directory)."""
+    """SQLAlchemy URL (empty: SQLite in the data directory). One with a password only in a file of mode 0600."""
     models: tuple[ServedModel, ...] = ()
     target_replicas: int = 2
     minimum_claim_micro_kvr: int = 1_000_000
+    bonus_wallets: str = ""
+    """Wallets whose nodes host the network's gateway, separated by spaces: their work counts one and a half times."""
     settlement_poll_s: float = 30.0
     service_token_file: str = ""
     """File with the machine-to-machine token; made on first start when empty."""
-    dispatch_wire: str = "v2"
-    """Wire asked of workers that speak it: ``v2`` (f32, exact), ``v2f16`` or ``v1``."""
+    max_requests: int = 8
+    """Requests of one model that run at once; as many as ``max_waiting`` more wait for their turn."""
+    max_waiting: int = 16
+    dispatch_wire: str = "v3"
+    """Wire asked of workers that speak it: ``v3``, ``v2`` (f32, exact), ``v2f16`` or ``v1``."""
+    dispatch_dtype: str = "f32"
+    """What ``v3`` writes hidden states in: ``f32`` (exact), ``f16``, ``bf16`` or ``int8`` (a quarter of the bytes)."""
+    dispatch: str = "always"
+    """When experts are computed by workers: ``always`` (whenever one holds them) or ``elastic`` (under load only)."""
+    dispatch_busy_streams: int = 4
+    """So many streams at once are load."""
+    dispatch_hot_experts: int = 0
+    """So many of a layer's most wanted experts are always computed here."""
+    dispatch_trial_pairs: int = 32
+    """Pairs of a new worker that are all computed here too, before it is trusted and paid."""
+    dispatch_check_share: float = 0.01
+    """Part of a trusted worker's pairs that are computed a second time."""
+
+    def dispatch_policy(self) -> dict[str, Any]:
+        """The ``dispatch_*`` settings as an engine's ``load`` takes them."""
+        return {
+            "dispatch": self.dispatch,
+            "busy_streams": self.dispatch_busy_streams,
+            "hot_experts": self.dispatch_hot_experts,
+            "trial_pairs": self.dispatch_trial_pairs,
+            "check_share": self.dispatch_check_share,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +194,8 @@ def load(
             where = f"{file} [{section}]"
             _check_name(key, _types(section), "key", where)
             tables[section][key] = _coerce(_types(section)[key], value, f"{where} {key}")
+            if f"{section}.{key}" in _MAY_HOLD_PASSWORDS and has_password(value) and file is not None:
+                _check_private(file, f"{where} {key}")
             _check_value(f"{section}.{key}", tables[section][key], where)
     for name, text in env.items():
         if name.startswith("KVASIR_") and name not in RESERVED_ENVIRONMENT:
@@ -204,6 +249,12 @@ def _check_value(name: str, value: Any, source: str) -> None:
 def _set_from_text(tables: Mapping[str, dict[str, Any]], section: str, key: str, text: str, source: str) -> None:
     _check_name(section, tables, "section", source)
     _check_name(key, _types(section), "key", source)
+    if f"{section}.{key}" in _MAY_HOLD_PASSWORDS and has_password(text):
+        raise ConfigError(
+            "password_exposed",
+            f"{source} holds a password, where other programs can see it.",
+            "Set it in the configuration file (mode 0600), or leave the password to PostgreSQL's own ~/.pgpass.",
+        )
     tables[section][key] = _from_text(section, key, text, source)
     _check_value(f"{section}.{key}", tables[section][key], source)
 
@@ -261,13 +312,29 @@ def _from_text(section: str, key: str, text: str, source: str) -> Any:
     raise ConfigError("not_settable", f"{source}: {section}.{key} can only be set in the file.")
 
 
+def has_password(url: str) -> bool:
+    """Whether a database's URL holds a password, before its host or among its options."""
+    parts = urlsplit(url)
+    return parts.password is not None or any(name.lower() == "password" for name, _ in parse_qsl(parts.query))
+
+
+def _check_private(file: Path, where: str) -> None:
+    if file.stat().st_mode & 0o077:
+        raise ConfigError(
+            "config_exposed", f"{where} holds a password, and others may read it.", f"Close it with: chmod 600 '{file}'"
+        )
+
+
+_MAY_HOLD_PASSWORDS = ("gateway.database",)
 _CHOICES: dict[str, tuple[str, ...]] = {
     "engine.kernels": ("auto", "native", "eager", "reference"),
     "engine.kv_type": ("f32", "f16", "bf16", "q8_0"),
     "node.serve": ("auto", "experts", "ring", "nothing"),
     "wallet.commitment": ("processed", "confirmed", "finalized"),
     "wallet.kdf": ("interactive", "moderate", "sensitive"),
-    "gateway.dispatch_wire": ("v1", "v2", "v2f16"),
+    "gateway.dispatch_wire": ("v1", "v2", "v2f16", "v3"),
+    "gateway.dispatch_dtype": ("f32", "f16", "bf16", "int8"),
+    "gateway.dispatch": ("always", "elastic"),
 }
 # Least and most; a number without an entry must not be negative.
 _BOUNDS: dict[str, tuple[float, float]] = {
@@ -275,11 +342,16 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "network.redial_min_s": (0.1, 3600),
     "network.redial_max_s": (0.1, 3600),
     "node.max_experts": (1, math.inf),
+    "node.max_slices": (1, 8),
     "node.poll_s": (0.1, 120),
     "node.retry_s": (0.1, 3600),
     "engine.dispatch_timeout_s": (0.01, 3600),
     "wallet.priority_micro_lamports": (0, 50_000_000),
+    "gateway.dispatch_busy_streams": (1, 65535),
+    "gateway.dispatch_check_share": (0, 1),
     "gateway.port": (0, 65535),
+    "gateway.max_requests": (1, 65535),
+    "gateway.max_waiting": (0, 65535),
     "gateway.settlement_poll_s": (0.1, 3600),
 }
 _SECTIONS: dict[str, Any] = {

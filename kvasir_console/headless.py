@@ -11,11 +11,11 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvasir_console import logs
 from kvasir_console.config import Config
-from kvasir_console.errors import ExitCode, UsageError
+from kvasir_console.errors import ExitCode, NetworkError, UsageError
 from kvasir_console.paths import Paths
 
 if TYPE_CHECKING:
@@ -70,14 +70,32 @@ def run_gateway(config: Config) -> int:
     return asyncio.run(_gateway(config, paths))
 
 
+def rotate_hub_key() -> int:
+    """Give the hub of this home a new signing key; the gateway is to be stopped first.
+
+    Raises:
+        SystemResourceError: there is no key yet, or its files cannot be written.
+    """
+    from kvasir_console.node.gateway import hubkey
+
+    paths = Paths.from_environment().ensure()
+    rotation = hubkey.rotate(paths.data / "gateway", int(time.time()))
+    print(f"The hub signs with {rotation.new} from its next start on; {rotation.old} has signed for it.")
+    return ExitCode.OK
+
+
 async def _gateway(config: Config, paths: Paths) -> int:
+    from kvasir_console.node.gateway.publicfront import PublicFront
     from kvasir_console.node.gateway.service import GatewayService
 
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
-    async with GatewayService(config, paths) as service:
+    made: PublicFront | GatewayService = (
+        PublicFront(config) if config.gateway.upstream else GatewayService(config, paths)
+    )
+    async with made as service:
         print(f"The gateway answers on {service.public_url}", file=sys.stderr, flush=True)
         ended = {asyncio.create_task(stopping.wait()), asyncio.create_task(service.wait())}
         done, running = await asyncio.wait(ended, return_when=asyncio.FIRST_COMPLETED)
@@ -88,23 +106,20 @@ async def _gateway(config: Config, paths: Paths) -> int:
     return ExitCode.OK
 
 
-def ask_node(verb: str, arguments: argparse.Namespace, *, keyring: bool = False) -> int:
-    """``unlock``, ``lock`` or ``claim`` at the node that runs with this home.
-
-    Args:
-        keyring: whether the desktop's key ring may be asked for the passphrase.
+def ask_node(verb: str, arguments: argparse.Namespace, config: Config) -> int:
+    """``unlock``, ``lock`` or ``claim`` at the node that runs with this home; without one, a claim is made from here.
 
     Raises:
-        NetworkError: no node runs.
+        NetworkError: no node runs, or for a claim: no gateway answers.
         WalletError: the passphrase is wrong, or the wallet is locked.
         LedgerError: there is nothing to claim yet.
     """
     match verb:
         case "unlock":
-            return asyncio.run(_unlock(arguments, keyring=keyring))
+            return asyncio.run(_unlock(arguments, keyring=config.wallet.keyring))
         case "lock":
             return asyncio.run(_lock())
-    return asyncio.run(_claim(as_json=arguments.json))
+    return asyncio.run(_claim(arguments, config))
 
 
 async def _lock() -> int:
@@ -120,13 +135,7 @@ async def _unlock(arguments: argparse.Namespace, *, keyring: bool) -> int:
     async with _running_node() as client:
         wallet = (await client.snapshot()).wallet  # no node: said before a passphrase is asked for
         cache = (lambda: passphrase_cache.recall(wallet)) if keyring else None
-        passphrase = _passphrase(arguments, "Passphrase of the wallet: ", cache)
-        if passphrase is None:
-            raise UsageError(
-                "no_passphrase",
-                "Unlocking needs the passphrase, and there is no terminal to ask on.",
-                "Give --passphrase-file FILE (mode 0600) or --passphrase-fd FD.",
-            )
+        passphrase = _needed(_passphrase(arguments, "Passphrase of the wallet: ", cache), "Unlocking")
         await client.call("unlock", passphrase=passphrase)
         if arguments.remember:
             passphrase_cache.remember(wallet, passphrase)
@@ -134,16 +143,45 @@ async def _unlock(arguments: argparse.Namespace, *, keyring: bool) -> int:
     return ExitCode.OK
 
 
-async def _claim(*, as_json: bool) -> int:
-    from kvasir_console.wallet.token import format_kvr
+def _needed(passphrase: str | None, what: str) -> str:
+    if passphrase is None:
+        raise UsageError(
+            "no_passphrase",
+            f"{what} needs the passphrase, and there is no terminal to ask on.",
+            "Give --passphrase-file FILE (mode 0600) or --passphrase-fd FD.",
+        )
+    return passphrase
 
-    async with _running_node() as client:
-        claim = (await client.call("claim"))["claim"]
-    if as_json:
+
+async def _claim(arguments: argparse.Namespace, config: Config) -> int:
+    from kvasir_console.wallet.money import KVR, amount_text
+
+    try:
+        async with _running_node() as client:
+            claim = (await client.call("claim"))["claim"]
+    except NetworkError as error:
+        if error.code != "no_node_there":
+            raise
+        claim = await _claim_from_here(arguments, config)
+    if arguments.json:
         print(json.dumps(claim, indent=2))
     else:
-        print(f"{format_kvr(int(claim['micro_kvr']))} KVR claimed, {claim['state']}")
+        print(f"{amount_text(KVR, int(claim['micro_kvr']))} claimed, {claim['state']}")
     return ExitCode.OK
+
+
+async def _claim_from_here(arguments: argparse.Namespace, config: Config) -> dict[str, Any]:
+    from kvasir_console.node import claiming
+    from kvasir_console.wallet import passphrase_cache
+    from kvasir_console.wallet.vault import public_accounts
+
+    paths = Paths.from_environment().ensure()
+    wallet = public_accounts(paths.vault_file)[0].address
+    cache = (lambda: passphrase_cache.recall(wallet)) if config.wallet.keyring else None
+    passphrase = _passphrase(arguments, "Passphrase of the wallet: ", cache)
+    made = await claiming.claim(config, paths, _needed(passphrase, "No node runs here, so claiming"))
+    print("No node runs here: the claim was signed and sent by this command.", file=sys.stderr)
+    return made
 
 
 @contextlib.asynccontextmanager
@@ -155,6 +193,12 @@ async def _running_node() -> AsyncIterator[AdminClient]:
         yield client
     finally:
         await client.close()
+
+
+def _most_asked(pairs: tuple[int, ...], begin: int, count: int = 5) -> str:
+    """The experts that were chosen most often, and how often."""
+    order = sorted(range(len(pairs)), key=lambda at: (-pairs[at], at))[:count]
+    return ", ".join(f"expert {begin + at} ({pairs[at]})" for at in order if pairs[at])
 
 
 def print_status(*, as_json: bool) -> int:
@@ -181,5 +225,13 @@ async def _status(as_json: bool) -> int:
         where = f"layer {held.layer}, experts" if held.kind == "experts" else "layers"
         print(f"holds {held.model}, {where} [{held.begin}, {held.end}) of {held.total}")
     print(f"work: {snapshot.work.requests} requests, {snapshot.work.rows} rows, {snapshot.work.pairs} pairs")
+    if snapshot.held is not None and any(snapshot.work.expert_pairs):
+        print(f"most asked for: {_most_asked(snapshot.work.expert_pairs, snapshot.held.begin)}")
     print(f"earned: {pending} pending, {paid} paid")
+    seen = snapshot.statements
+    if seen.worker:
+        stated = "nothing yet" if seen.sequence is None else f"{seen.stated_rows} rows, {seen.stated_pairs} pairs"
+        print(f"counted here: {seen.mine_rows} rows, {seen.mine_pairs} pairs; stated by the hub: {stated}")
+    if seen.refused:
+        print(f"statements: {seen.refused}")
     return ExitCode.OK

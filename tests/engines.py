@@ -68,6 +68,8 @@ class Splice:
         self.bytes_right = 0
         self.bytes_left = 0
         self.tamper: Tamper | None = None
+        self.tamper_left: Tamper | None = None
+        self.delay_left_s = 0.0
 
     async def __aenter__(self) -> Splice:
         streams = []
@@ -91,6 +93,10 @@ class Splice:
         for writer in self._writers:
             writer.close()
 
+    async def ended(self) -> None:
+        """Wait until either end has closed."""
+        await asyncio.wait(self._tasks)
+
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, to_right: bool) -> None:
         with contextlib.suppress(OSError):
             while data := await reader.read(65536):
@@ -99,6 +105,8 @@ class Splice:
                     data = self.tamper(data) if self.tamper else data
                 else:
                     self.bytes_left += len(data)
+                    await asyncio.sleep(self.delay_left_s)
+                    data = self.tamper_left(data) if self.tamper_left else data
                 writer.write(data)
                 await writer.drain()
         for each in self._writers:

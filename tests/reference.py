@@ -5,6 +5,7 @@ Nothing of the product is used here, so an agreement means something.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -168,16 +169,16 @@ def reference_gemma3(path: Path) -> Any:
     return model.eval()
 
 
-def logits(model: Any, ids: list[int]) -> torch.Tensor:
-    """(tokens, vocabulary) f32 for each position of ``ids``."""
+def logits(model: Any, ids: list[int], positions: Sequence[int] | None = None) -> torch.Tensor:
+    """(positions, vocabulary) f32 for the ``positions`` of ``ids`` (``None``: all of them)."""
+    keep = torch.arange(len(ids)) if positions is None else torch.tensor(positions)
     with torch.inference_mode():
-        result: torch.Tensor = model(input_ids=torch.tensor([ids])).logits[0]
+        result: torch.Tensor = model(input_ids=torch.tensor([ids]), logits_to_keep=keep).logits[0]
     return result
 
 
-def greedy(path: Path, ids: list[int], n: int) -> list[int]:
+def greedy(model: Any, ids: list[int], n: int) -> list[int]:
     """The ``n`` most probable next tokens, one after the other."""
-    model = reference(path)
     settings = {"do_sample": False, "max_new_tokens": n, "eos_token_id": None, "pad_token_id": 0}
     with torch.inference_mode():
         whole = model.generate(torch.tensor([ids]), attention_mask=torch.ones(1, len(ids)), **settings)

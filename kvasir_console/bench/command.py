@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,27 +17,180 @@ from kvasir_console.paths import Paths
 
 
 def run(arguments: argparse.Namespace) -> int:
+    commands = {
+        "engine": _engine,
+        "equivalence": _equivalence,
+        "experts": _experts,
+        "recovery": _recovery,
+        "relay": _relay,
+        "ring": _ring,
+    }
+    return commands[arguments.bench_command](arguments)
+
+
+def _engine(arguments: argparse.Namespace) -> int:
     from kvasir_console.bench import engine
-    from kvasir_console.node import catalogue
 
     if arguments.pairs < 1:
         raise UsageError("bad_pairs", "--pairs takes 1 or more.")
-    model = Path(arguments.model)
-    if not model.suffix:
-        model = catalogue.pull(arguments.model, Paths.from_environment().ensure())
     report = asyncio.run(
         engine.run(
-            model.absolute(),
+            _model(arguments.model),
             peer=arguments.peer,
             pairs=arguments.pairs,
-            threads=arguments.threads or psutil.cpu_count(logical=False) or 1,
+            threads=_threads(arguments),
             kernels=arguments.kernels,
             seed=arguments.seed,
-            say=lambda line: print(line, file=sys.stderr, flush=True),
+            say=_say,
         )
     )
     print(json.dumps(report, indent=2) if arguments.json else _describe(report))
     return ExitCode.OK
+
+
+def _experts(arguments: argparse.Namespace) -> int:
+    from kvasir_console.bench import experts
+
+    if arguments.pairs < 1:
+        raise UsageError("bad_pairs", "--pairs takes 1 or more.")
+    if not 0 <= arguments.rtt_ms <= 1000 or not 1 <= arguments.streams <= 64 or arguments.layers_remote < 1:
+        raise UsageError("bad_shape", "--rtt-ms takes 0 to 1000, --streams 1 to 64, --layers-remote 1 or more.")
+    options = experts.Options(
+        _model(arguments.model).absolute(),
+        pairs=arguments.pairs,
+        rtt_ms=arguments.rtt_ms,
+        streams=arguments.streams,
+        layers_remote=arguments.layers_remote,
+        threads=_threads(arguments),
+        kernels=arguments.kernels,
+        wire=arguments.wire,
+        seed=arguments.seed,
+    )
+    report = asyncio.run(experts.run(options, _say))
+    print(json.dumps(report, indent=2) if arguments.json else experts.describe(report))
+    return ExitCode.OK
+
+
+def _relay(arguments: argparse.Namespace) -> int:
+    from kvasir_console.bench import relay
+
+    if arguments.pairs < 1:
+        raise UsageError("bad_pairs", "--pairs takes 1 or more.")
+    if not 0 <= arguments.rtt_ms <= 1000 or not 1 <= arguments.hidden <= 2**18:
+        raise UsageError("bad_shape", "--rtt-ms takes 0 to 1000, --hidden 1 to 262144.")
+    report = asyncio.run(
+        relay.run(
+            pairs=arguments.pairs,
+            hidden=arguments.hidden,
+            rtt_ms=arguments.rtt_ms,
+            seed=arguments.seed,
+            say=_say,
+        )
+    )
+    print(json.dumps(report, indent=2) if arguments.json else relay.describe(report))
+    return ExitCode.OK
+
+
+def _recovery(arguments: argparse.Namespace) -> int:
+    from kvasir_console.bench import recovery, soak
+    from kvasir_console.bench.faults import MIN_FAULTS
+
+    if not MIN_FAULTS <= arguments.faults <= 1000:
+        raise UsageError("bad_faults", f"--faults takes {MIN_FAULTS} to 1000.")
+    if not 1 <= arguments.requests <= 1000 or arguments.tokens < 4 or not 0 <= arguments.rtt_ms <= 1000:
+        raise UsageError("bad_load", "--requests takes 1 to 1000, --tokens 4 or more, --rtt-ms 0 to 1000.")
+    plan = recovery.Plan(
+        requests=arguments.requests,
+        tokens=arguments.tokens,
+        faults=arguments.faults,
+        rtt_ms=arguments.rtt_ms,
+        seed=arguments.seed,
+    )
+
+    def say(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    if arguments.soak_minutes:
+        report = asyncio.run(soak.run(plan, arguments.soak_minutes, say, _kept(arguments)))
+        print(json.dumps(report, indent=2) if arguments.json else soak.describe(report))
+        return ExitCode.OK if report["completed"] == report["identical"] == report["requests"] else ExitCode.FAILURE
+    report = asyncio.run(recovery.run(plan, say, _kept(arguments)))
+    print(json.dumps(report, indent=2) if arguments.json else recovery.describe(report))
+    whole = report["completed"] == report["identical"] == report["requests"]
+    return ExitCode.OK if whole and report["faults"] == len(report["schedule"]) else ExitCode.FAILURE
+
+
+def _ring(arguments: argparse.Namespace) -> int:
+    from kvasir_console.bench import ring
+
+    if min(arguments.pairs, arguments.batch, arguments.streams) < 1 or arguments.tokens < 8:
+        raise UsageError("bad_load", "--pairs, --batch and --streams take 1 or more, --tokens 8 or more.")
+    if not 0 <= arguments.rtt_ms <= 1000:
+        raise UsageError("bad_load", "--rtt-ms takes 0 to 1000.")
+    plan = ring.Plan(
+        model=_model(arguments.model),
+        stages=arguments.stages,
+        rtt_ms=arguments.rtt_ms,
+        batch=arguments.batch,
+        streams=arguments.streams,
+        tokens=arguments.tokens,
+        pairs=arguments.pairs,
+        threads=arguments.threads or psutil.cpu_count(logical=False) or 1,
+        seed=arguments.seed,
+    )
+    report = asyncio.run(ring.run(plan, lambda line: print(line, file=sys.stderr, flush=True), _kept(arguments)))
+    print(json.dumps(report, indent=2) if arguments.json else ring.describe(report))
+    return ExitCode.OK
+
+
+def _kept(arguments: argparse.Namespace) -> Path | None:
+    return Path(arguments.keep).absolute() if arguments.keep else None
+
+
+def _equivalence(arguments: argparse.Namespace) -> int:
+    from kvasir_console.bench import equivalence
+    from kvasir_console.bench.engine import TEXTS
+    from kvasir_console.bench.side import Configuration
+
+    if arguments.tokens < 1 or not 1 <= arguments.prompts <= len(TEXTS):
+        raise UsageError("bad_count", f"--tokens takes 1 or more, --prompts 1 to {len(TEXTS)}.")
+    sides = [Configuration.parse(text, threads=_threads(arguments)) for text in (arguments.a, arguments.b)]
+    report = equivalence.run(
+        _model(arguments.model),
+        *sides,
+        cache=Paths.from_environment().ensure().kernels,
+        tokens=arguments.tokens,
+        prompts=arguments.prompts,
+        b_model=_model(arguments.b_model) if arguments.b_model else None,
+        say=_say,
+    )
+    print(json.dumps(_plain(report), indent=2) if arguments.json else equivalence.describe(report))
+    return ExitCode.OK
+
+
+def _plain(value: Any) -> Any:
+    """``value`` for JSON, which has no word for what is no number: ``null``."""
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _model(name: str) -> Path:
+    """A file, or a checkpoint of the catalogue, pulled."""
+    from kvasir_console.node import catalogue
+
+    path = Path(name)
+    return (path if path.suffix else catalogue.pull(name, Paths.from_environment().ensure())).absolute()
+
+
+def _threads(arguments: argparse.Namespace) -> int:
+    return int(arguments.threads or psutil.cpu_count(logical=False) or 1)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _describe(report: dict[str, Any]) -> str:

@@ -57,6 +57,7 @@ class ServerPeer:
         params.warmup = True
         self._system = x.get_system_info()
         self._server = x.Server(params)
+        self._token = 32
 
     def system(self) -> str:
         return str(self._system)
@@ -90,12 +91,20 @@ class ServerPeer:
     def logits(self, tokens: list[int], path: str) -> None:
         import numpy as np
 
-        answer = self._complete(tokens, 1, n_probs=1_000_000, post_sampling_probs=False)
-        top = answer["completion_probabilities"][0]["top_logprobs"]
+        answer = self._complete(tokens, 1, logprobs=1_000_000, logit_bias=[[self._spoken(), 1000]])
+        top = answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]  # those before the bias
         logprobs = np.full(1 + max(each["id"] for each in top), -np.inf, dtype=np.float32)
         for each in top:
             logprobs[each["id"]] = each["logprob"]
         np.save(path, logprobs)
+
+    def _spoken(self) -> int:
+        """A token that is whole characters: the server tells no probabilities with one that ends inside of one."""
+        while True:
+            answer = self._complete([self._token], 1, logprobs=1, logit_bias=[[self._token, 1000]])
+            if answer["choices"][0]["logprobs"]:
+                return self._token
+            self._token += 1
 
     @staticmethod
     def _timings(answer: dict[str, Any]) -> dict[str, float]:

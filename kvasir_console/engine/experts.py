@@ -32,6 +32,18 @@ from kvasir_console.errors import RequestError
 ExpertCompute = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """``(layer, x (T, D) f32, ids (T, K) int64 of the whole layer, weights (T, K) f32)`` to the weighted sum (T, D) f32."""
 
+
+@dataclass(frozen=True, slots=True)
+class RemoteExperts:
+    """An ``ExpertCompute`` that is only needed for some ``layers``: the others' experts are the window's own."""
+
+    compute: ExpertCompute
+    layers: frozenset[int]
+
+    def __call__(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        return self.compute(layer, x, ids, weights)
+
+
 Indices = np.ndarray[Any, np.dtype[np.int64]]
 
 
@@ -167,7 +179,9 @@ class ExpertBank:
         terms = self.outputs(rows, row_idx, ids)
         if self._library is not None and self.compiled is not None:
             pair_rows = torch.from_numpy(_indices(row_idx))
-            return weighted_sum(self._library, terms, pair_rows, weights.float().contiguous(), rows.shape[0])
+            return weighted_sum(
+                self._library, terms, pair_rows, weights.to(terms.device).float().contiguous(), rows.shape[0]
+            )
         terms *= weights.to(terms.device).unsqueeze(1)
         return _sum_by_row(terms, _indices(row_idx), rows.shape[0])
 
@@ -216,6 +230,10 @@ def _sum_by_row(terms: Tensor, row_idx: Indices, n_rows: int) -> Tensor:
     """(P, D) to (n_rows, D). The first terms of all rows are added at once, then the second ones, and so on: no two of
     a turn share a row, so nothing depends on a scatter's order."""
     out = terms.new_zeros(n_rows, terms.shape[1])
+    if n_rows == 1:  # a decode step of one sequence: the same additions without the indices
+        for term in terms:
+            out += term
+        return out
     order = np.argsort(row_idx, kind="stable")
     by_row = row_idx[order]
     turns = np.arange(len(order)) - np.searchsorted(by_row, by_row)

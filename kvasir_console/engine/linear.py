@@ -27,7 +27,7 @@ from kvasir_console.engine.checkpoint.ggml_types import GGMLType
 from kvasir_console.engine.kernels import ROW_TILE, tile_rows
 from kvasir_console.engine.native.library import Library
 from kvasir_console.engine.native.linear import FORMATS, block_rows
-from kvasir_console.engine.quant import dequantize
+from kvasir_console.engine.quant import dequantize, format_of
 from kvasir_console.engine.quant.groups import FOUR_BIT, GROUP
 
 CHUNK_VALUES = 2**20
@@ -145,7 +145,7 @@ class HalfLinear:
         """Raises ``Unsuitable`` for a weight beyond the range of f16."""
         n_in, pieces = parts[0].n_in, []
         for weight in _dequantised(parts, max(1, _PIECE_VALUES // n_in)):
-            if weight.abs().max() > torch.finfo(torch.float16).max:
+            if not weight.abs().max() <= torch.finfo(torch.float16).max:  # nor if it is no number
                 raise UnsuitableError("a weight is beyond the range of f16")
             pieces.append(torch.ops.quantized.linear_prepack_fp16(weight, None))
         return cls(pieces, sum(part.count for part in parts), n_in)
@@ -233,6 +233,8 @@ class StoredTable:
 
     @classmethod
     def pack(cls, rows: Rows, device: torch.device | str = "cpu", library: Library | None = None) -> StoredTable:
+        """Raises ``ModelError`` for a type whose rows could not be read later."""
+        format_of(rows.type)
         row_bytes = rows.n_in // rows.type.block_values * rows.type.block_bytes
         blocks = torch.empty(rows.count, row_bytes, dtype=torch.uint8, device=device)
         for begin, raw in rows.chunks():

@@ -70,6 +70,7 @@ class Stage:
         *,
         forms: Forms = REFERENCE,
         device: torch.device | str = "cpu",
+        expert_forms: Forms | None = None,
         experts_device: torch.device | str | None = None,
         kv_type: str = "f32",
         progress: Callable[[int, int], None] | None = None,
@@ -78,7 +79,7 @@ class Stage:
 
         Args:
             forms: how matrices are held.
-            experts_device: where the routed experts are held and computed, if not on ``device``.
+            experts_device: where the routed experts are held and computed, if not on ``device``; ``expert_forms`` how.
             kv_type: kind of a cached key or value, one of ``kvcache.KV_TYPES``.
             progress: called with the stored bytes read so far and their total.
 
@@ -107,7 +108,13 @@ class Stage:
         network = stage_tensors(checkpoint, shape, begin, end, experts=False)
         banks = {
             layer: ExpertBank.load(
-                checkpoint, layer, 0, shape.n_expert, forms=forms, device=experts_device or device, on_read=on_read
+                checkpoint,
+                layer,
+                0,
+                shape.n_expert,
+                forms=expert_forms or forms,
+                device=experts_device or device,
+                on_read=on_read,
             )
             for layer in shape.moe_layers
             if begin <= layer < end

@@ -114,7 +114,7 @@ class WindowReader:
     def tied(self, name: str, *, lookups: bool) -> tuple[Table | None, Linear]:
         """A matrix that multiplies rows and, if ``lookups``, whose own rows are looked up: one storage, unless its form
         cannot give rows back; then it is held twice, once as stored."""
-        tensor = self._left[name]
+        tensor = self._wanted(name)
         linear = self.matrix(name)
         if not lookups:
             return None, linear
@@ -125,8 +125,21 @@ class WindowReader:
         return table, linear
 
     def _rows(self, name: str) -> Rows:
-        tensor = self._left.pop(name)
+        tensor = self._wanted(name)
+        del self._left[name]
         return stored_rows(self._checkpoint, tensor, on_read=self._on_read)
+
+    def _wanted(self, name: str) -> TensorInfo:
+        """Raises ``ModelError`` ``missing_tensor``: a file may be whole by its own account, and yet of another kind."""
+        tensor = self._left.get(name)
+        if tensor is None:
+            raise ModelError(
+                "missing_tensor",
+                f"{self._checkpoint.path.name} holds no {name}, which this engine's {self._checkpoint.architecture} "
+                "needs.",
+                "Choose another checkpoint; this one is of a kind that is not computed.",
+            )
+        return tensor
 
     def finish(self) -> None:
         """Check that every tensor was taken: one that is left would be missing from the computation.

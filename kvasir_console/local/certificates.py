@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import ipaddress
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,8 +26,11 @@ class Certificates:
     key: Path
 
 
-def make_certificates(directory: Path) -> Certificates:
-    """Write a new authority and a server certificate for localhost and 127.0.0.1. The authority's key is not kept."""
+def make_certificates(directory: Path, addresses: Sequence[str] = ()) -> Certificates:
+    """Write a new authority and a server certificate for localhost, 127.0.0.1 and further IPv4 ``addresses``.
+
+    The authority's key is not kept.
+    """
     now = datetime.datetime.now(datetime.UTC)
     ca_key, key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
     ca_name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "kvasir-console local authority")])
@@ -37,7 +41,8 @@ def make_certificates(directory: Path) -> Certificates:
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(ca_key.public_key()), critical=False)
         .sign(ca_key, hashes.SHA256())
     )
-    names = x509.SubjectAlternativeName([x509.DNSName("localhost"), x509.IPAddress(ipaddress.IPv4Address("127.0.0.1"))])
+    own = [x509.IPAddress(ipaddress.IPv4Address(address)) for address in ("127.0.0.1", *addresses)]
+    names = x509.SubjectAlternativeName([x509.DNSName("localhost"), *own])
     server = (
         _builder(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "localhost")]), ca_name, key, now)
         .add_extension(names, critical=False)

@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
 
 from kvasir_console.errors import EngineError, NetworkError, RequestError
-from kvasir_console.local.network import LocalNetwork
+from kvasir_console.local.certificates import Certificates
 from kvasir_console.node.market import USER_AGENT, unreachable
 from kvasir_console.relay.tls import client_context
 
 REQUEST_TIMEOUT_S = 300.0
+
+
+class Served(Protocol):
+    """A network with a gateway, and what its operator's clients need."""
+
+    @property
+    def url(self) -> str: ...
+    @property
+    def certificates(self) -> Certificates: ...
+    @property
+    def service_token(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +42,9 @@ class Answer:
 
 
 class Gateway:
-    """HTTP to the gateway of a ``LocalNetwork``, trusting its authority and nothing else of it."""
+    """HTTP to the gateway of a network on this machine, trusting its authority and nothing else of it."""
 
-    def __init__(self, network: LocalNetwork) -> None:
+    def __init__(self, network: Served) -> None:
         self._client = httpx.AsyncClient(
             base_url=network.url,
             verify=client_context(network.certificates.authority),
@@ -61,20 +72,39 @@ class Gateway:
         return data
 
     async def complete(
-        self, model: str, prompt: str, max_tokens: int, *, experts: str = "network", trace: bool = False
+        self,
+        model: str,
+        prompt: str,
+        max_tokens: int,
+        *,
+        experts: str = "network",
+        trace: bool = False,
+        sampling: Mapping[str, Any] | None = None,
+        on_text: Callable[[], None] | None = None,
+        idempotency_key: str = "",
     ) -> Answer:
-        """A greedy, streamed completion of a raw prompt, of exactly ``max_tokens``. Raises what was answered."""
+        """A streamed completion of a raw prompt, of exactly ``max_tokens``. Raises what was answered.
+
+        Args:
+            sampling: fields of the request that say how tokens are chosen (default: greedily).
+            on_text: called for each piece of text, as it comes.
+            idempotency_key: the same request under the same key is the same answer, told from its beginning.
+        """
         text: list[str] = []
         started = time.monotonic()
         first = ended = 0.0
         usage: dict[str, Any] = {}
         kvasir: dict[str, Any] = {}
         extension = {"experts": experts, "trace": trace} if trace or experts != "network" else None
-        async for event in self._stream(model, prompt, max_tokens, extension, ignore_eos=True):
+        headers = {"Idempotency-Key": idempotency_key} if idempotency_key else {}
+        events = self._stream(model, prompt, max_tokens, extension, ignore_eos=True, sampling=sampling, headers=headers)
+        async for event in events:
             for choice in event.get("choices", ()):
                 if piece := choice.get("delta", {}).get("content"):
                     first = first or time.monotonic()
                     text.append(piece)
+                    if on_text is not None:
+                        on_text()
             usage, kvasir = event.get("usage") or usage, event.get("kvasir") or kvasir
         ended = time.monotonic()
         tokens = tuple(kvasir.get("tokens", ()))
@@ -96,7 +126,15 @@ class Gateway:
                     yield piece
 
     async def _stream(
-        self, model: str, prompt: str, max_tokens: int, extension: dict[str, Any] | None, *, ignore_eos: bool
+        self,
+        model: str,
+        prompt: str,
+        max_tokens: int,
+        extension: dict[str, Any] | None,
+        *,
+        ignore_eos: bool,
+        sampling: Mapping[str, Any] | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> AsyncIterator[dict[str, Any]]:
         body: dict[str, Any] = {
             "model": model,
@@ -105,13 +143,14 @@ class Gateway:
             "temperature": 0,
             "ignore_eos": ignore_eos,
             "stream": True,
+            **(sampling or {}),
         }
-        headers = {}
+        sent = dict(headers or {})
         if extension is not None:
             body["kvasir"] = extension
-            headers = self._service
+            sent |= self._service
         try:
-            request = self._client.stream("POST", "/v1/chat/completions", json=body, headers=headers)
+            request = self._client.stream("POST", "/v1/chat/completions", json=body, headers=sent)
             async with request as response:
                 if response.status_code != 200:
                     raise _refusal(json.loads(await response.aread()))

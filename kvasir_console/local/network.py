@@ -11,10 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
-import secrets
 import shutil
-import socket
 import subprocess
 import tempfile
 from collections.abc import Awaitable, Callable
@@ -22,16 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import tomlkit
-
-from kvasir_console.errors import KvasirError, SystemResourceError
+from kvasir_console.errors import SystemResourceError
 from kvasir_console.local.certificates import Certificates, make_certificates
+from kvasir_console.local.members import Member, check_port, free_port, make_member, secret_file
 from kvasir_console.node.admin import AdminClient
 from kvasir_console.node.phase import Phase
 from kvasir_console.node.snapshot import NodeSnapshot
 from kvasir_console.node.supervisor import ChildProcess, module_argv
-from kvasir_console.paths import Paths, private_directory
-from kvasir_console.wallet import commands
+from kvasir_console.paths import private_directory
 from kvasir_console.wallet.chain import Chain
 from kvasir_console.wallet.localnet.auth import read_auth_file
 from kvasir_console.wallet.localnet.bootstrap import bootstrap
@@ -41,6 +36,8 @@ RING_MODEL = "smollm2-135m"
 MOE_MODEL = "smollm2-8x135m"
 Say = Callable[[str], None]
 START_TIMEOUT_S = 120.0
+KV_BUDGET_MIB = 512
+"""For each of three engines that do not know of each other: half of what is free would be too much."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,25 +48,6 @@ class Models:
     moe: Path
     moe_id: str = MOE_MODEL
     ring_layers: int = 30
-
-
-@dataclass(frozen=True, slots=True)
-class Member:
-    """One participant's home, wallet and passphrase file."""
-
-    name: str
-    paths: Paths
-    address: str
-    passphrase_file: Path
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """Kernels are compiled for a machine, so its processes share them; nothing else is shared."""
-        return {"KVASIR_HOME": str(self.paths.config.parent), "KVASIR_KERNELS": str(Paths.from_environment().kernels)}
-
-    @property
-    def node_socket(self) -> Path:
-        return self.paths.runtime / "node.sock"
 
 
 class LocalNetwork:
@@ -105,7 +83,7 @@ class LocalNetwork:
         check_port(self.port)
         self.url = f"https://localhost:{self.port}"
         names = ["treasury", "ring-0", "ring-1"] + [f"expert-{n}" for n in range(self._expert_count)]
-        members = await asyncio.gather(*(asyncio.to_thread(self._member, name) for name in names))
+        members = await asyncio.gather(*(asyncio.to_thread(make_member, self.directory, name) for name in names))
         self.treasury, self.ring, self.experts = members[0], members[1:3], members[3:]
         await self._start_ledger()
         await self._start_gateway()
@@ -123,14 +101,6 @@ class LocalNetwork:
             if asyncio.get_running_loop().time() > deadline:
                 raise _not_started(what, self.directory)
             await asyncio.sleep(0.2)
-
-    def _member(self, name: str) -> Member:
-        home = private_directory(self.directory / name)
-        paths = Paths.from_environment({"KVASIR_HOME": str(home)}).ensure()
-        passphrase_file = home / "passphrase"
-        passphrase = _secret_file(passphrase_file)
-        wallet = commands.create_wallet(paths, passphrase, words=12, kdf="interactive")
-        return Member(name, paths, wallet.address, passphrase_file)
 
     async def _start_ledger(self) -> None:
         self._say("Starting the ledger and minting KVR")
@@ -159,7 +129,7 @@ class LocalNetwork:
     async def _start_gateway(self) -> None:
         self._say(f"Starting the gateway on {self.url}")
         self._service_token_file = self.treasury.paths.state / "service-token"
-        self.service_token = _secret_file(self._service_token_file)
+        self.service_token = secret_file(self._service_token_file)
         half = self._models.ring_layers // 2
         windows = [(0, half), (half, self._models.ring_layers)]
         ring = [[member.address, begin, end] for member, (begin, end) in zip(self.ring, windows, strict=True)]
@@ -181,16 +151,9 @@ class LocalNetwork:
                 ],
             }
         }
-        _write_config(self.treasury.paths, config)
+        self.treasury.configure(config)
         logs = self.treasury.paths.state
-        await self._child(
-            ChildProcess(
-                "gateway",
-                module_argv("kvasir_console", "gateway"),
-                logs / "gateway.out",
-                env=self.treasury.environment,
-            )
-        )
+        await self._child(self.treasury.gateway())
         payout = module_argv(
             "kvasir_console.node.gateway.payout",
             *("--database", database, "--rpc", self.rpc_url, "--rpc-auth-file", str(self.rpc_auth_file)),
@@ -216,14 +179,12 @@ class LocalNetwork:
                 "retry_s": 0.5,
             },
         }
-        _write_config(member.paths, config)
-        argv = module_argv("kvasir_console", "--headless", "--passphrase-file", str(member.passphrase_file))
-        node = ChildProcess(f"node {member.name}", argv, member.paths.state / "node.out", env=member.environment)
-        await self._child(node)
+        member.configure(config)
+        await self._child(member.node())
 
     def _common(self) -> dict[str, Any]:
         return {
-            "engine": {"threads": 1},
+            "engine": {"threads": 1, "kv_budget_mib": KV_BUDGET_MIB},
             "wallet": {"rpc_url": self.rpc_url, "rpc_auth_file": str(self.rpc_auth_file), "mint": self.mint},
         }
 
@@ -257,13 +218,7 @@ class LocalNetwork:
 
     async def snapshot(self, member: Member) -> NodeSnapshot | None:
         """A node's snapshot, ``None`` while it does not answer."""
-        client = AdminClient(member.node_socket)
-        try:
-            return await client.snapshot()
-        except KvasirError:
-            return None
-        finally:
-            await client.close()
+        return await member.snapshot()
 
     async def claim(self, member: Member) -> dict[str, Any]:
         """Ask a node to claim what it earned; it signs with its own wallet."""
@@ -280,44 +235,10 @@ class LocalNetwork:
             watcher.cancel()
         await asyncio.gather(*(child.stop() for child in reversed(self._children)))
         with contextlib.suppress(OSError):
-            for member in getattr(self, "experts", ()):
-                shutil.rmtree(member.paths.runtime, ignore_errors=True)
-            for member in getattr(self, "ring", ()):
-                shutil.rmtree(member.paths.runtime, ignore_errors=True)
+            for member in (*getattr(self, "experts", ()), *getattr(self, "ring", ())):
+                member.forget()
             if self._kept is None:
                 shutil.rmtree(self.directory, ignore_errors=True)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def check_port(port: int) -> None:
-    """Refuse a busy port before anything is started for it."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError as error:
-            raise SystemResourceError(
-                "port_busy",
-                f"Port {port} cannot be used: {error.strerror}.",
-                "Choose another with --port, or stop what uses it.",
-            ) from error
-
-
-def _secret_file(file: Path) -> str:
-    secret = secrets.token_urlsafe(24)
-    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w") as stream:
-        stream.write(secret)
-    return secret
-
-
-def _write_config(paths: Paths, config: dict[str, Any]) -> None:
-    paths.config_file.write_text(tomlkit.dumps(config))
 
 
 def _not_started(what: str, logs: Path) -> SystemResourceError:

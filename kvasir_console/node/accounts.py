@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import re
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from kvasir_console.config import WalletConfig
-from kvasir_console.errors import ConfigError, KvasirError, LedgerError
+from kvasir_console.errors import KvasirError, LedgerError
 from kvasir_console.node.market import GatewayInfo, Market
-from kvasir_console.node.signing import WalletSigner
+from kvasir_console.node.signing import ActionSigner
 from kvasir_console.node.snapshot import EarningsView
+from kvasir_console.paths import Paths
 from kvasir_console.relay.wire.signed import ActionKind
 
 log = logging.getLogger(__name__)
@@ -21,11 +21,12 @@ log = logging.getLogger(__name__)
 class Accounts:
     """Reads earnings, signs claims. ``refresh`` is called from time to time; ``view`` is what was last known."""
 
-    def __init__(self, market: Market, signer: WalletSigner, wallet: str, config: WalletConfig) -> None:
+    def __init__(self, market: Market, signer: ActionSigner, wallet: str, config: WalletConfig, paths: Paths) -> None:
         self._market = market
         self._signer = signer
         self._wallet = wallet
         self._config = config
+        self._paths = paths
         self._minimum: int | None = None
         self._view = EarningsView()
 
@@ -67,14 +68,11 @@ class Accounts:
 
     async def _refresh_balance(self) -> None:
         # The Solana client takes a quarter of a second to import; a node that never shows money never pays it.
-        from kvasir_console.wallet.chain import Chain
+        from kvasir_console.wallet.chain import open_chain
+        from kvasir_console.wallet.chain_cluster import ClusterPin
 
-        file = self._config.rpc_auth_file
-        try:
-            auth = Path(file).read_text().strip() if file else None
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError("rpc_auth_unreadable", f"wallet.rpc_auth_file: {file} cannot be read.") from error
-        async with Chain(self._config.rpc_url, auth=auth) as chain:
+        pin = ClusterPin(self._paths.state / "clusters.json", self._wallet)
+        async with open_chain(self._config, pin=pin) as chain:
             balance = await chain.balance_micro_kvr(self._wallet, self._config.mint)
         self._view = replace(self._view, wallet_micro_kvr=balance)
 

@@ -1,7 +1,7 @@
 """The node's own socket: a console attaches to a running node, a script asks it for its state.
 
-Only this user can reach it (a 0600 socket in a 0700 directory). Verbs: ``status``, ``claim``, ``unlock``, ``lock``,
-``stop``.
+Only this user can reach it (a 0600 socket in a 0700 directory, and both ends look who the other is). Verbs: ``status``,
+``claim``, ``unlock``, ``lock``, ``stop``.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from kvasir_console.errors import KvasirError, NetworkError, SystemResourceError
 from kvasir_console.node.snapshot import NodeSnapshot
 from kvasir_console.paths import check_socket_path
 from kvasir_console.relay.wire import control
+from kvasir_console.wallet.peer import check_same_user
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +75,7 @@ class AdminServer:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writers.add(writer)
         try:
+            check_same_user(writer)
             while True:
                 message = await control.read_message(reader, limit=64 * 1024)
                 await control.write_message(writer, await self._answer(message))
@@ -106,11 +108,13 @@ class AdminClient:
         self._stream: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def call(self, verb: str, **fields: Any) -> control.Message:
-        """Raises ``NetworkError`` when no node answers there, or the error the node sent."""
+        """Raises ``NetworkError`` when no node answers there, ``WalletError`` ``other_user`` when it is another user's,
+        or the error the node sent."""
         async with self._lock:
             try:
                 if self._stream is None:
                     self._stream = await asyncio.open_unix_connection(str(self._path))
+                    check_same_user(self._stream[1])  # a passphrase may be sent, and the path is no secret
                 reader, writer = self._stream
                 await control.write_message(writer, {"id": 1, "verb": verb, **fields})
                 message = await control.read_message(reader)

@@ -25,6 +25,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NoReturn
 
+from kvasir_console.engine.checkpoint.split import model_of
 from kvasir_console.errors import KvasirError, ModelError, NetworkError, SystemResourceError, UsageError
 from kvasir_console.paths import Paths, private_directory
 
@@ -140,7 +141,7 @@ CATALOGUE: Mapping[str, CatalogueEntry] = MappingProxyType(
 
 
 def list_models(paths: Paths, catalogue: Mapping[str, CatalogueEntry] = CATALOGUE) -> tuple[ModelListing, ...]:
-    """The catalogue in its order, then the other GGUF files of the folder. Hashes nothing."""
+    """The catalogue in its order, then the folder's other GGUF files, all parts of a model as one. Hashes nothing."""
     listed = []
     for entry in catalogue.values():
         path = paths.models / entry.file_name
@@ -150,9 +151,13 @@ def list_models(paths: Paths, catalogue: Mapping[str, CatalogueEntry] = CATALOGU
             state = ModelState.PRESENT if _stamp_holds(path, entry) else ModelState.UNVERIFIED
         listed.append(ModelListing(entry.name, entry.title, path, entry.n_bytes, state))
     ours = {entry.file_name for entry in catalogue.values()}
+    foreign: dict[str, list[Path]] = {}
     for path in sorted(paths.models.glob("*.gguf")):
         if path.name not in ours and path.is_file():
-            listed.append(ModelListing(path.stem, "", path, path.stat().st_size, ModelState.FOREIGN))
+            foreign.setdefault(model_of(path.name) or path.stem, []).append(path)
+    for name, files in foreign.items():
+        n_bytes = sum(path.stat().st_size for path in files)
+        listed.append(ModelListing(name, "", files[0], n_bytes, ModelState.FOREIGN))
     return tuple(listed)
 
 

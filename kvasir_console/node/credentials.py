@@ -57,6 +57,12 @@ class Credentials:
         token = self._token
         return token is not None and token.expires_at_s - EXPIRY_SKEW_S > time.time()
 
+    @property
+    def session_key(self) -> SessionKey | None:
+        """The key that may act for the wallet while it is locked, if there is one and it has not ended."""
+        session = self._session
+        return session if session is not None and session.until_s > time.time() else None
+
     async def get(self, *, refresh: bool = False) -> str:
         """The token's text. ``refresh`` mints a new one; of several callers at once, only the first does.
 

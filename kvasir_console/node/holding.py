@@ -11,16 +11,15 @@ import httpx
 
 from kvasir_console.engine.process.client import EngineClient
 from kvasir_console.errors import NetworkError, SystemResourceError
+from kvasir_console.node.hubpin import HubPin
 from kvasir_console.node.market import Assignment
 from kvasir_console.node.placement.plan import Plan, PlannedStage, verify_plan
 from kvasir_console.node.shards import fetch_expert_shard, fetch_stage
 from kvasir_console.node.snapshot import SliceView
-from kvasir_console.relay.uplink import expert_url, ring_url
-from kvasir_console.relay.wire.preamble import Kind, Preamble, Wire
+from kvasir_console.relay.uplink import STAR_EDGE, expert_url, ring_url
+from kvasir_console.relay.wire.preamble import WIRE_NAMES, Kind, Preamble, wires_named
 
 Progress = Callable[[int, int | None], None]
-WIRES = ("v1", "v2", "v2f16")
-"""Dispatch wires this node's engine speaks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +32,11 @@ class RelaySession:
 
 
 class Holding(Protocol):
+    @property
+    def fetched(self) -> tuple[Path, ...]:
+        """The verified files, once they were fetched."""
+        ...
+
     def describe(self) -> str: ...
     def view(self) -> SliceView: ...
     async def fetch(
@@ -40,6 +44,10 @@ class Holding(Protocol):
     ) -> None: ...
     async def load(self, client: EngineClient, progress: Progress) -> None: ...
     def coverage(self) -> dict[str, Any]: ...
+    def account(self) -> str:
+        """The worker that the gateway counts this work for."""
+        ...
+
     def sessions(self, gateway: str) -> list[RelaySession]: ...
 
 
@@ -50,17 +58,31 @@ def session_name(worker_id: str) -> str:
 
 @dataclass(slots=True)
 class ExpertHolding:
-    """Experts [begin, end) of one MoE layer, assigned by the market."""
+    """Experts [begin, end) of one MoE layer, assigned by the market; on dispatch v3 of further layers too."""
 
     assignment: Assignment
     worker_id: str
     wallet: str
     file: Path | None = None
     info: Mapping[str, Any] = field(default_factory=dict)
+    more: tuple[Assignment, ...] = ()
+    """Of the same model, each of another layer. Those that do not fit are given up when they are fetched."""
+    files: tuple[Path, ...] = ()
+    """Of ``more``."""
+
+    @property
+    def fetched(self) -> tuple[Path, ...]:
+        return () if self.file is None else (self.file, *self.files)
+
+    @property
+    def assignments(self) -> tuple[Assignment, ...]:
+        return (self.assignment, *self.more)
 
     def describe(self) -> str:
         a = self.assignment
-        return f"experts {a.begin} to {a.end - 1} of layer {a.layer} of {a.model}"
+        first = f"experts {a.begin} to {a.end - 1} of layer {a.layer}"
+        others = "".join(f", {each.begin} to {each.end - 1} of layer {each.layer}" for each in self.more)
+        return f"{first}{others} of {a.model}"
 
     def view(self) -> SliceView:
         a = self.assignment
@@ -78,15 +100,31 @@ class ExpertHolding:
     async def fetch(
         self, client: httpx.AsyncClient, token: str, directory: Path, budget_bytes: int, progress: Progress
     ) -> None:
-        self.file = await fetch_expert_shard(
-            client, token, directory, self.assignment, budget_bytes=budget_bytes, progress=progress
-        )
+        fetched: list[tuple[Assignment, Path]] = []
+        for each in self.assignments:
+            try:
+                file = await fetch_expert_shard(
+                    client, token, directory, each, budget_bytes=budget_bytes, progress=progress
+                )
+            except SystemResourceError:
+                if not fetched:
+                    raise
+                break  # what was fetched is enough to serve
+            budget_bytes -= file.stat().st_size
+            fetched.append((each, file))
+        (_, self.file), *others = fetched
+        self.more, self.files = tuple(each for each, _ in others), tuple(file for _, file in others)
 
     async def load(self, client: EngineClient, progress: Progress) -> None:
         a = self.assignment
-        self.info = await client.load(
-            progress, path=str(self.file), model=a.model, role="experts", layer=a.layer, experts=[a.begin, a.end]
-        )
+        files = (self.file, *self.files)
+        slices = [
+            {"path": str(file), "layer": each.layer, "experts": [each.begin, each.end]}
+            for each, file in zip(self.assignments, files, strict=True)
+        ]
+        # One slice is named as it always was.
+        fields = slices[0] if len(slices) == 1 else {"slices": slices}
+        self.info = await client.load(progress, model=a.model, role="experts", **fields)
         if self.info["n_embd"] != a.n_embd:
             raise NetworkError(
                 "assignment_mismatch",
@@ -98,12 +136,15 @@ class ExpertHolding:
         a = self.assignment
         return {
             "model": a.model,
-            "segments": [[a.layer, a.begin, a.end]],
+            "segments": [[each.layer, each.begin, each.end] for each in self.assignments],
             "n_layer": a.n_layer,
             "n_expert": a.n_expert,
             "url": f"relay:{session_name(self.worker_id)}",
-            "wires": list(WIRES),
+            "wires": list(WIRE_NAMES),
         }
+
+    def account(self) -> str:
+        return self.worker_id
 
     def sessions(self, gateway: str) -> list[RelaySession]:
         a = self.assignment
@@ -116,7 +157,8 @@ class ExpertHolding:
             layer=a.layer,
             begin=a.begin,
             end=a.end,
-            wires=Wire.V1 | Wire.V2 | Wire.V2F16,
+            wires=wires_named(WIRE_NAMES),
+            more=tuple((each.layer, each.begin, each.end) for each in self.more),
         )
         return [RelaySession(name, expert_url(gateway, name), preamble)]
 
@@ -128,8 +170,13 @@ class RingHolding:
     plan: Plan
     wallet: str
     context_length: int
+    kv_budget_bytes: int = 0
     file: Path | None = None
     info: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def fetched(self) -> tuple[Path, ...]:
+        return () if self.file is None else (self.file,)
 
     @property
     def stage(self) -> PlannedStage:
@@ -180,17 +227,24 @@ class RingHolding:
             role="stage",
             layers=[stage.begin, stage.end],
             context_length=self.context_length,
-            ring={
-                "id": self.plan.ring,
-                "epoch": self.plan.generation,
-                "rank": stage.rank,
-                "size": len(self.plan.stages),
-                "n_layer": self.plan.n_layer,
-            },
+            kv_budget_bytes=self.kv_budget_bytes,
+            ring=ring_fields(self.plan, stage),
         )
+
+    def stays(self, plan: Plan) -> bool:
+        """Whether a newer plan leaves this window where it is."""
+        same = (plan.ring, plan.model_digest, len(plan.stages)) == (
+            self.plan.ring,
+            self.plan.model_digest,
+            len(self.plan.stages),
+        )
+        return same and plan.stage_of(self.wallet) == self.stage and plan.generation > self.plan.generation
 
     def coverage(self) -> dict[str, Any]:
         return {"model": self.plan.model, "segments": [], "n_layer": self.plan.n_layer}
+
+    def account(self) -> str:
+        return f"ring-{self.plan.ring}-{self.stage.rank}"
 
     def sessions(self, gateway: str) -> list[RelaySession]:
         rank, size = self.stage.rank, len(self.plan.stages)
@@ -198,6 +252,15 @@ class RingHolding:
         if rank == 0:
             edges.append((Kind.ENTRY, "entry", "N"))
         return [self._session(gateway, kind, edge, role) for kind, edge, role in edges]
+
+    @property
+    def routes(self) -> bool:
+        """Whether the window has layers whose experts others may compute."""
+        return any(self.stage.begin <= layer < self.stage.end for layer in self.info.get("moe_layers", ()))
+
+    def waiting_session(self, gateway: str, slot: int) -> RelaySession:
+        """The session number ``slot`` of those that wait for workers."""
+        return self._session(gateway, Kind.ROUTER, f"{STAR_EDGE}{slot}", "P")
 
     def _session(self, gateway: str, kind: Kind, edge: str, role: str) -> RelaySession:
         name = f"{self.plan.ring}/{edge}/{role}"
@@ -213,6 +276,17 @@ class RingHolding:
         return RelaySession(name, ring_url(gateway, self.plan.ring, edge, role), preamble)
 
 
+def ring_fields(plan: Plan, stage: PlannedStage) -> dict[str, Any]:
+    """What an engine is told of its place in a ring."""
+    return {
+        "id": plan.ring,
+        "epoch": plan.generation,
+        "rank": stage.rank,
+        "size": len(plan.stages),
+        "n_layer": plan.n_layer,
+    }
+
+
 def choose_plan(signed: Iterable[Mapping[str, Any]], hub_key: str, wallet: str, pin: Path) -> Plan | None:
     """The first plan that names ``wallet``, verified with the hub key pinned on first sight in the file ``pin``.
 
@@ -223,26 +297,8 @@ def choose_plan(signed: Iterable[Mapping[str, Any]], hub_key: str, wallet: str, 
     offered = list(signed)
     if not offered or not hub_key:
         return None
-    try:
-        known = pin.read_text(errors="replace").strip() if pin.exists() else ""
-    except OSError as error:
-        raise _pin_unavailable(pin, error) from error
-    if known and known != hub_key:
-        raise NetworkError(
-            "hub_key_changed",
-            "The gateway announces another hub key than the one this node knows.",
-            f"If the operator says that it changed, remove {pin} and start again.",
-        )
+    known = HubPin(pin)
+    known.follow(hub_key, ())
     plans = [verify_plan(plan, hub_key) for plan in offered]
-    if not known:
-        try:
-            pin.write_text(hub_key + "\n")
-        except OSError as error:
-            raise _pin_unavailable(pin, error) from error
+    known.keep(hub_key)
     return next((plan for plan in plans if plan.stage_of(wallet) is not None), None)
-
-
-def _pin_unavailable(pin: Path, error: OSError) -> SystemResourceError:
-    return SystemResourceError(
-        "pin_unavailable", f"The hub key in {pin} cannot be used: {error.strerror}.", "Check its permissions."
-    )

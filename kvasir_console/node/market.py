@@ -11,13 +11,14 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import urlencode, urlsplit
 
 import httpx
 
 from kvasir_console import __version__
 from kvasir_console.errors import ConfigError, KvasirError, LedgerError, NetworkError, WalletError
 from kvasir_console.relay.tls import client_context, is_loopback
+from kvasir_console.relay.wire.statement import MAX_ROTATIONS, Rotation
 
 USER_AGENT = f"kvasir-console/{__version__}"
 """Edge networks refuse library default agents with a bare 403."""
@@ -41,6 +42,9 @@ class GatewayInfo:
     delegation: bool
     hub_key: str
     minimum_claim_micro_kvr: int | None
+    statements: bool = False
+    hub_key_rotations: tuple[Rotation, ...] = ()
+    """How the hub's key came to be the one it is; unverified."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +126,8 @@ class Market:
             signed_actions=bool(extensions.get("signed_actions")),
             delegation=bool(extensions.get("delegation")),
             hub_key=str(extensions.get("hub_key", "")),
+            statements=bool(extensions.get("statements")),
+            hub_key_rotations=_rotations(extensions.get("hub_key_rotations")),
             minimum_claim_micro_kvr=minimum if type(minimum) is int and minimum >= 0 else None,
         )
 
@@ -183,6 +189,13 @@ class Market:
         """Signed plans: ``{"plan": {...}, "signature": base64}``; the caller verifies them."""
         return _objects(await self._json("GET", "/api/placement", token=token), "plans")
 
+    async def statements(self, token: str, worker: str, since: int) -> dict[str, Any]:
+        """What the hub states about a worker beyond statement ``since``; unverified."""
+        return await self._json("GET", f"/api/statements?{urlencode({'worker': worker, 'since': since})}", token=token)
+
+    async def acknowledge_statement(self, token: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        return await self._json("POST", "/api/statements/acknowledge", token=token, body=body)
+
     async def earnings(self, wallet: str) -> dict[str, Any]:
         return await self._json("GET", f"/api/node/status/{wallet}")
 
@@ -215,6 +228,15 @@ class Market:
         if not isinstance(data, dict):
             raise _malformed(path, "not a JSON object")
         return data
+
+
+def _rotations(entries: object) -> tuple[Rotation, ...]:
+    """The announced rotations; one that is none is left out, and a chain over it will not verify."""
+    found = []
+    for entry in entries[-MAX_ROTATIONS:] if isinstance(entries, list) else []:
+        with contextlib.suppress(KvasirError, KeyError, TypeError, ValueError):
+            found.append(Rotation.parse(str(entry["text"]), base64.b64decode(entry["signature"], validate=True)))
+    return tuple(found)
 
 
 async def read_bounded(response: httpx.Response, limit: int) -> bytes:

@@ -82,8 +82,9 @@ def describe(found: Inspection) -> str:
     """An inspection for a person: one fact a line, then the bytes of each layer."""
     kinds = ", ".join(f"{name} x {count}" for name, count in found.quant_types.items())
     experts = f"{found.experts} a layer, {found.experts_used} used" if found.experts else "none (dense)"
+    parts = f" in {found.files} files" if found.files > 1 else ""
     lines = [
-        f"file            {found.path} ({found.file_bytes / 1e6:.1f} MB)",
+        f"file            {found.path} ({found.file_bytes / 1e6:.1f} MB{parts})",
         f"model           {found.name or '(no name)'}: {found.architecture}, {found.parameters / 1e6:.1f} M parameters",
         f"holds           {found.holds}",
         f"layers          {_or_unknown(found.layers)}, width {_or_unknown(found.embedding_length)}",

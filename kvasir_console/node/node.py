@@ -17,6 +17,9 @@ import os
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 import psutil
@@ -24,27 +27,38 @@ import psutil
 from kvasir_console import __version__
 from kvasir_console.config import Config
 from kvasir_console.engine.process.client import EngineClient
-from kvasir_console.errors import ConfigError, EngineError, KvasirError, WalletError
+from kvasir_console.errors import ConfigError, EngineError, KvasirError, NetworkError, WalletError
 from kvasir_console.node import hardware, phase
 from kvasir_console.node.accounts import Accounts
 from kvasir_console.node.admin import Handler
 from kvasir_console.node.credentials import Credentials
-from kvasir_console.node.holding import ExpertHolding, Holding, RingHolding, choose_plan
+from kvasir_console.node.holding import ExpertHolding, Holding, RelaySession, RingHolding, choose_plan, ring_fields
+from kvasir_console.node.hubpin import HubPin
 from kvasir_console.node.market import USER_AGENT, Assignment, GatewayInfo, Market
 from kvasir_console.node.phase import Phase
+from kvasir_console.node.placement.plan import Plan
 from kvasir_console.node.signing import WalletSigner
 from kvasir_console.node.snapshot import DownloadView, MachineView, NodeSnapshot, RelayView
+from kvasir_console.node.star import Star
+from kvasir_console.node.statements import StatementBook
 from kvasir_console.node.supervisor import Engine
 from kvasir_console.node.telemetry import Counters, Telemetry
 from kvasir_console.node.worker_id import worker_id
 from kvasir_console.paths import Paths
 from kvasir_console.relay.closing import CloseCode
+from kvasir_console.relay.counting import OwnCount
 from kvasir_console.relay.uplink import Uplink, UplinkPhase, UplinkState
 from kvasir_console.relay.wire.control import Message
+from kvasir_console.relay.wire.preamble import Kind
 
 log = logging.getLogger(__name__)
 
 LOG_LINES = 200
+DRAIN_S = 1.5
+"""How long trunks are waited for when the node stops."""
+QUICK_KINDS = (Kind.RING_NEXT, Kind.RING_PREV, Kind.ENTRY)
+QUICK_REDIAL_S = (0.25, 5.0)
+"""A ring stands still while an edge is dialled again: its sessions wait no longer than this."""
 T = TypeVar("T")
 Listener = Callable[[NodeSnapshot], None]
 
@@ -63,7 +77,12 @@ class Node:
         self.name = config.node.name or hardware.host_name()
         self.worker_id = worker_id(self.wallet, self.name)
         self._credentials = Credentials(self._market, self._signer, self.wallet, paths.state / "node-token.json")
-        self._accounts = Accounts(self._market, self._signer, self.wallet, config.wallet)
+        self._accounts = Accounts(self._market, self._signer, self.wallet, config.wallet, paths)
+        host = self._market.host.replace(":", "-")
+        self._pin_file = paths.state / f"hub-key-{host}"
+        self._statements = StatementBook(
+            self._market, self.wallet, paths.state / f"statements-{host}.json", HubPin(self._pin_file)
+        )
         self._engine = Engine(
             "node",
             paths.runtime,
@@ -76,10 +95,17 @@ class Node:
         self._engine_changed = asyncio.Event()
         self._state = phase.initial(time.time())
         self._holding: Holding | None = None
+        self._verified: tuple[int, ...] | None = None
+        """Identity of the slice's files when they were verified."""
         self._uplinks: dict[Uplink, asyncio.Task[None]] = {}
+        self._waiting: dict[Uplink, asyncio.Task[None]] = {}
+        """A ring stage's sessions for workers (``star``): it serves whether or not any worker came."""
+        self._star: asyncio.Task[None] | None = None
         self._download: DownloadView | None = None
         self._telemetry = Telemetry()
+        self._sampled_at = time.monotonic()
         self._engine_rss: int | None = None
+        self._expert_pairs: tuple[int, ...] = ()
         self._log: deque[str] = deque(maxlen=LOG_LINES)
         self._wake = asyncio.Event()
         self._stopping = asyncio.Event()
@@ -103,9 +129,12 @@ class Node:
             gateway=self._market.gateway,
             state=self._state,
             held=None if self._holding is None else self._holding.view(),
-            relays=tuple(_relay_view(uplink.snapshot(), now_s) for uplink in self._uplinks),
-            work=self._telemetry.view(layers=isinstance(self._holding, RingHolding)),
+            relays=tuple(_relay_view(uplink.snapshot(), now_s) for uplink in (*self._uplinks, *self._waiting)),
+            work=replace(
+                self._telemetry.view(layers=isinstance(self._holding, RingHolding)), expert_pairs=self._expert_pairs
+            ),
             earnings=self._accounts.view(),
+            statements=self._statements.view(),
             download=self._download,
             machine=MachineView(
                 cpu_percent=psutil.cpu_percent(interval=None),
@@ -202,9 +231,20 @@ class Node:
             for each in (stopping, *others):
                 each.cancel()
             await asyncio.gather(stopping, *others, return_exceptions=True)
+            await self._drain()
             await self._drop_uplinks()
+            self._statements.save()
             engine.cancel()  # last: the sessions that just ended were served by it
             await asyncio.gather(engine, return_exceptions=True)
+
+    async def _drain(self) -> None:
+        """Let trunks have the answers they wait for, and go elsewhere with the next question."""
+        client = self._client
+        if client is None or not self._uplinks or not isinstance(self._holding, ExpertHolding):
+            return
+        with contextlib.suppress(KvasirError, OSError):  # a timeout is one too
+            async with asyncio.timeout(DRAIN_S + 0.5):
+                await client.call("drain", timeout_s=DRAIN_S)
 
     async def _participate(self) -> None:
         """Walk the claim path for ever; a failure is shown, then the walk begins again."""
@@ -220,7 +260,8 @@ class Node:
                 else:
                     self._enter(Phase.FAILED, error.message, error.hint or f"It is tried again in {self._retry_text}.")
                 await self._drop_uplinks()
-                await self._pause(self._config.node.retry_s)
+                if error.code != "engine_restarted":  # it is on its way up: be ready for it
+                    await self._pause(self._config.node.retry_s)
 
     @property
     def _retry_text(self) -> str:
@@ -234,8 +275,11 @@ class Node:
         info = await self._market.config()
         self._accounts.learn(info)
         self._credentials.learn(info)
+        self._statements.learn(info)
         await self._delegate()
         await self._with_token(self._market.demand)
+        if isinstance(self._holding, RingHolding) and await self._planned(info) != self._holding.plan:
+            self._holding = None
         if self._holding is None:
             self._holding = await self._find_slice(info)
         holding = self._holding
@@ -252,26 +296,43 @@ class Node:
         serve = self._config.node.serve
         while True:
             if serve in ("auto", "ring") and info.placement:
-                plans = await self._with_token(self._market.placements)
-                pin = self._paths.state / f"hub-key-{self._market.host.replace(':', '-')}"
-                plan = choose_plan(plans, info.hub_key, self.wallet, pin)
+                plan = await self._planned(info)
                 if plan is not None:
-                    return RingHolding(plan, self.wallet, self._config.engine.context_length)
+                    engine = self._config.engine
+                    return RingHolding(plan, self.wallet, engine.context_length, engine.kv_budget_bytes)
             reason = "No signed plan names this wallet."
             if serve in ("auto", "experts"):
                 answer = await self._with_token(self._volunteer)
                 if not isinstance(answer, str):
-                    return ExpertHolding(answer, self.worker_id, self.wallet)
+                    more = await self._more_slices(answer) if "v3" in info.dispatch_wires else ()
+                    return ExpertHolding(answer, self.worker_id, self.wallet, more=more)
                 reason = answer
             self._enter(Phase.VOLUNTEERING, reason, f"The market is asked again every {self._config.node.poll_s:g} s.")
             await self._heartbeat(None, info)
             await self._pause(self._config.node.poll_s)
 
-    async def _volunteer(self, token: str) -> Assignment | str:
+    async def _planned(self, info: GatewayInfo) -> Plan | None:
+        """The signed plan that names this wallet."""
+        plans = await self._with_token(self._market.placements)
+        return choose_plan(plans, info.hub_key, self.wallet, self._pin_file)
+
+    async def _volunteer(self, token: str, model: str = "") -> Assignment | str:
         node = self._config.node
-        return await self._market.volunteer(token, model=node.model, max_experts=min(node.max_experts, 64))
+        return await self._market.volunteer(token, model=model or node.model, max_experts=min(node.max_experts, 64))
+
+    async def _more_slices(self, first: Assignment) -> tuple[Assignment, ...]:
+        """Experts of further layers of the same model, as far as the market wants them held and the owner allows."""
+        taken = [first]
+        while len(taken) < self._config.node.max_slices:
+            answer = await self._with_token(lambda token: self._volunteer(token, first.model))
+            if isinstance(answer, str) or answer.model != first.model or answer.layer in {a.layer for a in taken}:
+                break
+            taken.append(answer)
+        return tuple(taken[1:])
 
     async def _fetch(self, holding: Holding) -> None:
+        if holding.fetched and self._verified == _identity(holding.fetched):
+            return  # the very files that were verified: only their engine was lost
         self._enter(Phase.DOWNLOADING, f"Fetching {holding.describe()}.")
         budget = hardware.budget_bytes(hardware.probe(self._config.engine.device), self._config.node.memory_budget_mib)
         try:
@@ -283,6 +344,8 @@ class Node:
         except KvasirError:
             self._holding = None  # another slice may do better than the same one again
             raise
+        else:
+            self._verified = _identity(holding.fetched)
         finally:
             self._download = None
 
@@ -291,7 +354,17 @@ class Node:
         while True:
             if self._engine_changed.is_set():
                 raise EngineError("engine_restarted", "The engine ended while it served.", "It loads its slice again.")
-            wired = await self._heartbeat(holding, info)
+            try:
+                wired = await self._heartbeat(holding, info)
+                if isinstance(holding, RingHolding):
+                    await self._follow_plan(holding, info)
+            except NetworkError as error:
+                if not isinstance(self._holding, RingHolding) or not self._uplinks:
+                    raise
+                # The sessions say themselves whether they live; what a ring's engine holds must not be given up.
+                self._note(f"The gateway cannot be asked: {error.message}")
+                await self._pause(self._config.node.retry_s)
+                continue
             if wired and not self._uplinks:
                 self._enter(Phase.DIALLING, "The gateway waits for this node's sessions.")
                 self._dial(holding, info)
@@ -300,6 +373,23 @@ class Node:
             self._note_serving()
             await self._delegate()
             await self._pause(self._config.node.poll_s if wired else self._config.node.retry_s)
+
+    async def _follow_plan(self, holding: RingHolding, info: GatewayInfo) -> None:
+        """Take a newer plan: the engine keeps its window and what it holds if the plan leaves it there.
+
+        Raises:
+            NetworkError: ``plan_changed``; the plan gives this wallet something else, or nothing.
+        """
+        plan = await self._planned(info)
+        if plan == holding.plan:
+            return
+        if plan is None or not holding.stays(plan):
+            self._holding = None
+            raise NetworkError("plan_changed", "The ring's plan gives this wallet another window.", "It looks anew.")
+        client = await self._engine_client()
+        await client.call("replan", ring=ring_fields(plan, holding.stage))
+        holding.plan = plan
+        self._note(f"The ring {plan.ring} is at generation {plan.generation}; this window stays.")
 
     async def _heartbeat(self, holding: Holding | None, info: GatewayInfo) -> bool:
         """One coverage report; whether the gateway has sessions wired for what is held."""
@@ -319,31 +409,67 @@ class Node:
         return holding is not None and (reply.wired or isinstance(holding, RingHolding))
 
     def _dial(self, holding: Holding, info: GatewayInfo) -> None:
-        network = self._config.network
         for session in holding.sessions(self._market.gateway):
-            uplink = Uplink(
-                session.url,
-                session.name,
-                self._session_token,
-                token_in_header=info.relay_token_header,
-                ssl_context=self._market.ssl_context,
-                engine_socket=self._engine.data_socket,
-                preamble=session.preamble,
-                user_agent=USER_AGENT,
-                redial_min_s=network.redial_min_s,
-                redial_max_s=network.redial_max_s,
-                on_change=self._uplink_changed,
-            )
+            uplink = self._uplink(session, info, self._uplink_changed)
             self._uplinks[uplink] = asyncio.create_task(uplink.run(), name=f"uplink {session.name}")
+        if isinstance(holding, RingHolding) and holding.routes:
+            self._star = asyncio.create_task(self._keep_waiting(holding, info), name="star")
+
+    async def _keep_waiting(self, holding: RingHolding, info: GatewayInfo) -> None:
+        """Keep a session waiting for the next worker that holds experts of this stage's layers."""
+
+        def dial(slot: int) -> Uplink:
+            session = holding.waiting_session(self._market.gateway, slot)
+            uplink = self._uplink(session, info, partial(star.changed, slot))
+            self._waiting[uplink] = asyncio.create_task(uplink.run(), name=f"uplink {session.name}")
+            return uplink
+
+        star = Star(dial)
+        await star.run()
+
+    def _uplink(self, session: RelaySession, info: GatewayInfo, on_change: Callable[[UplinkState], None]) -> Uplink:
+        network = self._config.network
+        quick = session.preamble.kind in QUICK_KINDS
+
+        def changed(state: UplinkState) -> None:
+            if state.phase is UplinkPhase.OPEN:
+                self._statements.save()  # the connection before was just settled; a crash must not forget how
+            on_change(state)
+
+        return Uplink(
+            session.url,
+            session.name,
+            self._session_token,
+            token_in_header=info.relay_token_header,
+            ssl_context=self._market.ssl_context,
+            engine_socket=self._engine.data_socket,
+            preamble=session.preamble,
+            user_agent=USER_AGENT,
+            redial_min_s=min(network.redial_min_s, QUICK_REDIAL_S[0]) if quick else network.redial_min_s,
+            redial_max_s=min(network.redial_max_s, QUICK_REDIAL_S[1]) if quick else network.redial_max_s,
+            on_change=changed,
+            count=self._own_count(session),
+        )
+
+    def _own_count(self, session: RelaySession) -> OwnCount | None:
+        holding = self._holding
+        if holding is None:
+            return None
+        experts = isinstance(holding, ExpertHolding)
+        return self._statements.count(holding.account(), session.name, compare_rows=experts)
 
     async def _session_token(self, *, refresh: bool) -> str:
         return await self._credentials.get(refresh=refresh)
 
     async def _drop_uplinks(self) -> None:
-        uplinks, self._uplinks = self._uplinks, {}
-        for uplink, task in uplinks.items():
-            await uplink.close()
-            await asyncio.gather(task, return_exceptions=True)
+        if self._star is not None:
+            self._star.cancel()
+            await asyncio.gather(self._star, return_exceptions=True)
+            self._star = None
+        ended = self._uplinks | self._waiting
+        self._uplinks, self._waiting = {}, {}
+        await asyncio.gather(*(uplink.close() for uplink in ended))
+        await asyncio.gather(*ended.values(), return_exceptions=True)
 
     def _uplink_changed(self, state: UplinkState) -> None:
         closed = state.last_close is not None and state.phase is UplinkPhase.WAITING
@@ -376,6 +502,8 @@ class Node:
     def _engine_exited(self, reason: str) -> None:
         self._client = None
         self._engine_rss = None
+        self._statements.unsure()
+        self._expert_pairs = ()
         self._engine_changed.set()
         self._note(reason)
         self._wake.set()
@@ -392,26 +520,34 @@ class Node:
 
     async def _sample(self) -> None:
         """Counters of the engine, once a second."""
-        last = time.monotonic()
         while True:
             await asyncio.sleep(1.0)
-            client = self._client
-            if client is None:
-                continue
             with contextlib.suppress(KvasirError):
-                stats = await client.stats()
-                now = time.monotonic()
-                served = stats["served"] or {}
-                ring = stats["ring"] or {}
-                counters = Counters(
-                    requests=int(served.get("requests", 0)),
-                    rows=int(served.get("rows", ring.get("rows", 0))),
-                    pairs=int(served.get("pairs", 0)),
-                    tokens=max(int(stats["tokens_total"]), int(ring.get("sampled", 0))),
-                )
-                self._telemetry.sample(counters, now - last)
-                last = now
-                self._engine_rss = int(stats["rss_bytes"])
+                await self._sample_once()
+
+    async def _sample_once(self) -> None:
+        """Raises ``EngineError``."""
+        client = self._client
+        if client is None:
+            return
+        stats = await client.stats()
+        now = time.monotonic()
+        served = stats["served"] or {}
+        ring = stats["ring"] or {}
+        if ring.get("behind"):
+            self._wake.set()  # its neighbours have a newer plan
+        counters = Counters(
+            requests=int(served.get("requests", 0)),
+            rows=int(served.get("rows", ring.get("rows", 0))),
+            pairs=int(served.get("pairs", 0)),
+            tokens=max(int(stats["tokens_total"]), int(ring.get("sampled", 0))),
+        )
+        self._telemetry.sample(counters, now - self._sampled_at)
+        self._sampled_at = now
+        work = self._telemetry.view()
+        self._statements.work(work.rows, work.pairs)
+        self._expert_pairs = tuple(stats["experts"][0]["pairs"]) if stats.get("experts") else ()
+        self._engine_rss = int(stats["rss_bytes"])
 
     async def _follow_earnings(self) -> None:
         pause_s = min(10.0, self._config.node.poll_s)
@@ -420,6 +556,9 @@ class Node:
                 await self._signer.refresh()  # it locks itself when nobody uses it
             try:
                 await self._accounts.refresh()
+                await self._statements.fetch(self._with_token)
+                await self._sample_once()  # what is stated may be younger than the last sample
+                await self._statements.agree(self._with_token, self._credentials.session_key)
                 if self._config.node.auto_claim and self._accounts.claimable and not self._signer.locked:
                     await self.claim()
             except KvasirError as error:
@@ -472,6 +611,15 @@ class Node:
             async with asyncio.timeout(seconds):
                 await self._wake.wait()
         self._wake.clear()
+
+
+def _identity(files: tuple[Path, ...]) -> tuple[int, ...] | None:
+    """Changes whenever the content of one of the files may have."""
+    try:
+        found = [file.stat() for file in files]
+    except OSError:
+        return None
+    return tuple(part for each in found for part in (each.st_dev, each.st_ino, each.st_size, each.st_mtime_ns))
 
 
 def _relay_view(state: UplinkState, now_s: float) -> RelayView:

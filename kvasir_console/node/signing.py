@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from kvasir_console.errors import SystemResourceError, WalletError
 from kvasir_console.node.supervisor import ChildProcess, module_argv
@@ -20,6 +21,16 @@ from kvasir_console.wallet.vault import public_accounts
 log = logging.getLogger(__name__)
 
 _RESTART_S = 2.0
+
+
+class ActionSigner(Protocol):
+    """Whoever signs an action for the wallet: a running node's signer, or one that was started for it."""
+
+    async def sign_action(
+        self, action: ActionKind, details: dict[str, Any], challenge: dict[str, Any]
+    ) -> tuple[str, bytes]:
+        """The text and signature of one action. Raises ``WalletError`` while locked or for a bad challenge."""
+        ...
 
 
 class WalletSigner:
@@ -112,10 +123,34 @@ class WalletSigner:
         self, action: ActionKind, details: dict[str, Any], challenge: dict[str, Any]
     ) -> tuple[str, bytes]:
         """The text and signature of one action. Only this wallet's own gateway is ever named in it."""
-        nonce, issued, expires = _challenge(challenge)
-        intent = ActionIntent(self._host, action, details, nonce, issued, expires)
-        signature = await self._client.sign(intent)
-        return action_text(self._host, action, self.address, details, nonce, issued, expires), signature
+        return await sign_action(self._client, self._host, self.address, action, details, challenge)
+
+
+@dataclass(frozen=True, slots=True)
+class SessionSigner:
+    """Actions signed by a signer that was started and unlocked for them (``wallet.signer_session``)."""
+
+    client: SignerClient
+    host: str
+    wallet: str
+
+    async def sign_action(
+        self, action: ActionKind, details: dict[str, Any], challenge: dict[str, Any]
+    ) -> tuple[str, bytes]:
+        return await sign_action(self.client, self.host, self.wallet, action, details, challenge)
+
+
+async def sign_action(
+    client: SignerClient,
+    host: str,
+    wallet: str,
+    action: ActionKind,
+    details: dict[str, Any],
+    challenge: dict[str, Any],
+) -> tuple[str, bytes]:
+    nonce, issued, expires = _challenge(challenge)
+    signature = await client.sign(ActionIntent(host, action, details, nonce, issued, expires))
+    return action_text(host, action, wallet, details, nonce, issued, expires), signature
 
 
 def _challenge(challenge: dict[str, Any]) -> tuple[str, str, str]:

@@ -56,6 +56,8 @@ class WorkView:
     tokens_per_s: float = 0.0
     history: tuple[float, ...] = ()
     """Rows (experts) or tokens (layers) per second, one value a second, newest last, at most 240."""
+    expert_pairs: tuple[int, ...] = ()
+    """How often each held expert was chosen since the engine loaded it; the first is ``held.begin``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,31 @@ class EarningsView:
     minimum_claim_micro_kvr: int | None = None
     claim_state: str = ""
     last_signature: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StatementView:
+    """What this node counted beside what its hub states, cumulative. ``None`` before the first statement."""
+
+    worker: str = ""
+    sequence: int | None = None
+    """Of the latest statement that was verified."""
+    acknowledged: int = 0
+    """The latest one this node signed for."""
+    refused: str = ""
+    """Why the latest answer was not taken, or the latest statement not acknowledged."""
+    mine_bytes_up: int = 0
+    mine_bytes_down: int = 0
+    mine_rows: int = 0
+    mine_pairs: int = 0
+    stated_bytes_up: int | None = None
+    stated_bytes_down: int | None = None
+    stated_rows: int | None = None
+    stated_pairs: int | None = None
+    lost_bytes_up: int = 0
+    """Sent on connections that broke before the hub had it; in none of the figures above."""
+    disputed_bytes: int = 0
+    """By which the hub claimed more for a connection than this node counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +134,7 @@ class NodeSnapshot:
     relays: tuple[RelayView, ...] = ()
     work: WorkView = WorkView()
     earnings: EarningsView = EarningsView()
+    statements: StatementView = StatementView()
     download: DownloadView | None = None
     machine: MachineView = MachineView()
     log: tuple[str, ...] = ()
@@ -123,8 +151,11 @@ class NodeSnapshot:
         fields["state"] = PhaseState(**{**state, "phase": Phase(state["phase"])})
         fields["held"] = None if fields["held"] is None else SliceView(**fields["held"])
         fields["relays"] = tuple(RelayView(**relay) for relay in fields["relays"])
-        fields["work"] = WorkView(**{**fields["work"], "history": tuple(fields["work"]["history"])})
+        work = fields["work"]
+        pairs = tuple(work.get("expert_pairs", ()))
+        fields["work"] = WorkView(**{**work, "history": tuple(work["history"]), "expert_pairs": pairs})
         fields["earnings"] = EarningsView(**fields["earnings"])
+        fields["statements"] = StatementView(**fields["statements"])
         fields["download"] = None if fields["download"] is None else DownloadView(**fields["download"])
         fields["machine"] = MachineView(**fields["machine"])
         fields["log"] = tuple(fields["log"])

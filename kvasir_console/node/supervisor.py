@@ -21,11 +21,11 @@ from kvasir_console.errors import EngineError, KvasirError, SystemResourceError
 log = logging.getLogger(__name__)
 
 MAX_LOG_BYTES = 4 * 2**20
-MIN_PAUSE_S, MAX_PAUSE_S = 1.0, 30.0
-STEADY_S = 60.0
-"""A run of this length resets the pause before a restart."""
+MIN_PAUSE_S, MAX_PAUSE_S = 0.05, 30.0
+STEADY_S = 10.0
+"""A run of this length resets the pause before a restart: others wait for what only this engine can do."""
 WATCH_S = 5.0
-HANG_S = 120.0
+HANG_S = 45.0
 """An engine that answers nothing for so long is taken for hung and killed."""
 
 
@@ -144,8 +144,8 @@ class Engine:
     """A supervised engine process.
 
     ``run`` starts it, calls ``on_ready`` with a connected client each time it is up, and starts it again with a
-    doubling pause (1 s to 30 s) when it ends or hangs; ``on_exit`` hears why. A run of more than a minute resets the
-    pause.
+    doubling pause (50 ms to 30 s) when it ends or hangs; ``on_exit`` hears why. A run of more than ten seconds resets
+    the pause.
     """
 
     def __init__(
@@ -165,6 +165,7 @@ class Engine:
         self._on_exit = on_exit
         arguments = ["--runtime", str(runtime), "--name", name, "--device", config.device]
         arguments += ["--threads", str(config.threads), "--kernels", config.kernels, "--kv-type", config.kv_type]
+        arguments += ["--expert-device", config.expert_device] if config.expert_device else []
         self._child = ChildProcess(f"engine {name}", module_argv("kvasir_console.engine.process", *arguments), log_file)
         self.restarts = 0
 

@@ -29,12 +29,19 @@ class Admission:
     key: str
     """One live session per key: a session name, or ``ring/edge/role``."""
     wallet: str
+    worker: str = ""
+    """Whose bytes these are among the wallet's workers."""
+    model_digest: str = ""
+    """Of the model they are for, in hexadecimal digits."""
     peer_key: str | None = None
     """Ring edge: the key of the other end."""
     preamble: Preamble | None = None
     """Expert session: what the engine is told first."""
     engine_socket: Path | None = None
     """Expert session: the data socket of the engine that dispatches."""
+    star: str | None = None
+    """Experts of a ring's stage: the star that this session is part of, as the worker (it has a ``preamble``) or as one
+    of the stage's sessions that wait for workers."""
     entry_model: str | None = None
     """Entry edge of a ring: the model that the ring serves."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import ssl
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,8 @@ from urllib.parse import urlencode, urlsplit
 
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus, WebSocketException
-from websockets.protocol import State
+from websockets.frames import DATA_OPCODES, Frame
+from websockets.protocol import Event, State
 
 from kvasir_console.errors import NetworkError
 from kvasir_console.relay.closing import CloseCode, Closing, clean, explain
@@ -86,13 +87,14 @@ async def dial(
     user_agent: str,
     open_timeout_s: float = 20.0,
     close_timeout_s: float = 2.0,
+    extra_headers: Mapping[str, str] | None = None,
 ) -> ClientSocket:
     """Open a WebSocket to ``target``, with the token in ``Authorization`` or else in the query.
 
     Raises:
         DialError: it did not open.
     """
-    url, headers = target.url, {}
+    url, headers = target.url, dict(extra_headers or {})
     if token_in_header:
         headers["Authorization"] = f"Bearer {token}"
     else:
@@ -150,10 +152,23 @@ class ClientSocket:
         self._loop = asyncio.get_running_loop()
         self._frames = self._receive()
         self._listening_since: float | None = None
+        self.sent_bytes = 0
+        """Payload given to the connection, whether it has left or not."""
 
     @property
     def open(self) -> bool:
         return self._connection.state is State.OPEN
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """Of the relay's 101."""
+        response = self._connection.response
+        return dict(response.headers.raw_items()) if response is not None else {}
+
+    @property
+    def received_bytes(self) -> int:
+        """Payload that has arrived, whether ``read`` gave it out already or not."""
+        return self._connection.received_bytes
 
     @property
     def rtt_ms(self) -> float | None:
@@ -175,6 +190,7 @@ class ClientSocket:
 
     async def write(self, data: bytes | memoryview, /) -> None:
         """Send one binary frame; returns when there is room for more. Raises ``ConnectionError`` if it is closed."""
+        self.sent_bytes += len(data)
         try:
             await self._connection.send(data)
         except ConnectionClosed:
@@ -243,13 +259,19 @@ class _Connect(connect):
 
 
 class _Connection(ClientConnection):
-    """The library's connection, which also remembers when anything last came."""
+    """The library's connection, which also remembers when anything last came, and how much payload."""
 
     last_received: float = 0.0
+    received_bytes: int = 0
 
     def data_received(self, data: bytes) -> None:
         self.last_received = self.loop.time()
         super().data_received(data)
+
+    def process_event(self, event: Event) -> None:
+        if isinstance(event, Frame) and event.opcode in DATA_OPCODES:
+            self.received_bytes += len(event.data)
+        super().process_event(event)
 
 
 def _frame_logger() -> logging.Logger:

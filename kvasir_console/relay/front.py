@@ -25,6 +25,7 @@ from kvasir_console.relay.http_requests import HEAD_BYTES, HeadError, RequestHea
 from kvasir_console.relay.hub import EXPERT_PATH, RING_PATH
 from kvasir_console.relay.splice import CHUNK_BYTES, close_writer, finish
 from kvasir_console.relay.tls import is_loopback, server_context
+from kvasir_console.relay.upstream import Upstream
 
 __all__ = ["Front", "Upgrades", "server_context"]
 
@@ -34,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 
 class Upgrades(Protocol):
-    """The hub, as the front sees it."""
+    """The hub, as the front sees it: this process's own, or one behind it (``upstream.RawUpgrades``)."""
 
     async def serve(self, head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Run one upgraded connection to its end."""
@@ -47,7 +48,7 @@ class Front:
     def __init__(
         self,
         hub: Upgrades,
-        gateway_socket: Path,
+        gateway: Path | Upstream,
         *,
         host: str = "127.0.0.1",
         port: int = 8791,
@@ -61,7 +62,7 @@ class Front:
     ) -> None:
         """
         Args:
-            gateway_socket: Unix socket of the gateway's HTTP server.
+            gateway: Unix socket of the gateway's HTTP server, or where another machine's gateway listens.
             port: 0 lets the kernel choose; see ``port``.
             tls: from ``server_context``; ``None`` is accepted for loopback addresses only.
             max_connections: more are answered 503; from twice as many on, connections are dropped unheard.
@@ -79,7 +80,7 @@ class Front:
                 "Set gateway.tls_cert and gateway.tls_key, or gateway.host to 127.0.0.1.",
             )
         self._hub = hub
-        self._gateway_socket = gateway_socket
+        self._gateway = gateway
         self._host = host
         self._port = port
         self._tls = tls
@@ -192,9 +193,9 @@ class Front:
             requests = RequestStream(peer, "https" if self._tls is not None else "http", head_bytes=self._head_bytes)
             first = requests.feed(raw)
             try:
-                inner_reader, inner_writer = await asyncio.open_unix_connection(self._gateway_socket)
+                inner_reader, inner_writer = await self._open_gateway()
             except OSError as error:
-                _log.warning("the gateway at %s does not answer: %s", self._gateway_socket, error.strerror)
+                _log.warning("the gateway at %s does not answer: %s", self._gateway, error.strerror)
                 raise HeadError(502, "the gateway is not running") from None
         except HeadError as error:
             await self._answer(reader, writer, error)
@@ -206,6 +207,11 @@ class Front:
             await close_writer(inner_writer, self._linger_s)
         if not requests.idle:
             await finish(reader, writer, linger_s=self._linger_s)
+
+    async def _open_gateway(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        if isinstance(self._gateway, Path):
+            return await asyncio.open_unix_connection(self._gateway)
+        return await self._gateway.open()
 
     async def _first_head(self, reader: asyncio.StreamReader) -> bytes | None:
         """The first request head, or ``None`` if the client left before it was complete."""
@@ -238,7 +244,8 @@ class Front:
                 async with asyncio.timeout(None if requests.idle else self._body_timeout_s):
                     data = await reader.read(CHUNK_BYTES)
                 if not data:
-                    inner_writer.write_eof()
+                    if inner_writer.can_write_eof():
+                        inner_writer.write_eof()
                     return
                 inner_writer.write(requests.feed(data))
 

@@ -2,6 +2,7 @@
 
 * An expert session is joined to the data socket of the engine that dispatches to it.
 * The two ends of a ring edge are joined to each other, whichever comes first waiting for the other.
+* An expert session of a ring's stage is joined to one of the sessions that the stage's node keeps waiting for workers.
 * The entry edge of a ring is joined to the gateway, in this process.
 
 The hub reads no payload but the role byte that opens a ring edge. It counts every payload byte it delivered, by
@@ -14,7 +15,8 @@ import asyncio
 import logging
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from urllib.parse import parse_qsl
 
 from websockets.http11 import Request
@@ -22,8 +24,9 @@ from websockets.http11 import Request
 from kvasir_console.errors import NetworkError
 from kvasir_console.relay.authority import Admission, Authority, Refused
 from kvasir_console.relay.closing import CloseCode
+from kvasir_console.relay.counting import CONNECTION_HEADER, COUNTED_HEADER, RECEIVED_HEADER, SessionCount, Tally
 from kvasir_console.relay.server_socket import MAX_FRAME_BYTES, Ending, ServerSocket
-from kvasir_console.relay.session import HOLD_BYTES, PEER_LEFT, Session, SessionCount, Tally
+from kvasir_console.relay.session import HOLD_BYTES, PEER_LEFT, Session
 from kvasir_console.relay.splice import SocketEnd, close_writer, deliver, pump, race
 
 __all__ = ["EXPERT_PATH", "RING_PATH", "Admission", "Authority", "Hub", "Refused", "SessionCount"]
@@ -40,7 +43,8 @@ class Hub:
         self,
         authority: Authority,
         *,
-        ping_interval_s: float = 20.0,
+        ping_interval_s: float = 10.0,
+        recheck_s: float = 60.0,
         admission_timeout_s: float = 10.0,
         engine_timeout_s: float = 5.0,
         role_timeout_s: float = 10.0,
@@ -51,6 +55,7 @@ class Hub:
     ) -> None:
         self._authority = authority
         self._ping_interval_s = ping_interval_s
+        self._recheck_s = recheck_s
         self._admission_timeout_s = admission_timeout_s
         self._engine_timeout_s = engine_timeout_s
         self._role_timeout_s = role_timeout_s
@@ -78,6 +83,14 @@ class Hub:
     def sessions(self) -> list[SessionCount]:
         """What every session that ever was admitted has carried, by key; counts go on over redials."""
         return sorted((tally.count() for tally in self._tallies.values()), key=lambda count: (count.key, count.wallet))
+
+    def tallies(self) -> list[Tally]:
+        """The totals themselves, for whoever keeps them over a restart."""
+        return list(self._tallies.values())
+
+    def restore(self, tallies: Iterable[Tally]) -> None:
+        """Go on from these totals; to be called before the first session."""
+        self._tallies |= {(tally.wallet, tally.key): tally for tally in tallies}
 
     async def close_sessions(
         self,
@@ -168,71 +181,99 @@ class Hub:
             request = ws.handshake(head)
             if request is not None:
                 ending = await self._session(request, ws)
-        except Refused as refusal:
-            ending = Ending(refusal.close_code, refusal.reason)
         except asyncio.CancelledError:
             ending = Ending(CloseCode.ABNORMAL, "")
             raise
         except Exception:
             _log.exception("a relay session failed")
         finally:
+            ws.welcome({})  # whoever is refused before is told by a close code, and that needs an open WebSocket
             await ws.close(*ending)
 
     async def _session(self, request: Request, ws: ServerSocket) -> Ending:
-        path, _, query_text = request.path.partition("?")
-        query = _query(query_text)
-        token = _token(request, query.pop("token", None))
-        admission = await self._admit(path, query, token)
-        session = Session(admission, ws, self._tally(admission))
+        try:
+            dial = _dial(request)
+            session = Session(await self._admit(dial), ws)
+        except Refused as refusal:
+            return Ending(refusal.close_code, refusal.reason)
         ending = Ending(CloseCode.UPSTREAM, "the relay failed")
         try:
-            await self._enter(session)
-            ending = await self._run(session, path, query)
+            ws.welcome(await self._enter(session, _header(request, RECEIVED_HEADER)))
+            ending = await self._run(session, dial)
         except Refused as refusal:
             ending = Ending(refusal.close_code, refusal.reason)
         finally:
             self._leave(session, ending)
         return ending
 
-    async def _admit(self, path: str, query: dict[str, str], token: str | None) -> Admission:
+    async def _admit(self, dial: Dial) -> Admission:
         if self._closing:
             raise Refused(CloseCode.GOING_AWAY, "the relay is stopping")
-        if path not in (EXPERT_PATH, RING_PATH):
+        if dial.path not in (EXPERT_PATH, RING_PATH):
             raise Refused(CloseCode.UNKNOWN_SESSION, "there is no relay at this path")
         try:
             async with asyncio.timeout(self._admission_timeout_s):
-                return await self._authority.admit(path, query, token)
+                return await self._authority.admit(dial.path, dial.query, dial.token)
         except TimeoutError:
             raise Refused(CloseCode.UPSTREAM, "the relay is too busy") from None
 
-    async def _enter(self, session: Session) -> None:
-        """Make ``session`` the live one of its key; an older one is ended first, its engine side included."""
-        older = self._live.get(session.admission.key)
-        self._live[session.admission.key] = session
+    async def _enter(self, session: Session, received: str) -> dict[str, str]:
+        """Make ``session`` the live one of its key; an older one is ended first, its engine side included.
+
+        Returns what the node is to be told: the connection's name, and what its last one came to.
+        """
+        admission = session.admission
+        older = self._live.get(admission.key)
+        self._live[admission.key] = session
         if older is not None:
             older.end(Ending(CloseCode.NORMAL, "replaced by a newer connection"))
             await older.left.wait()
-        session.tally.enter(self._now())
+        tally = self._tallies.setdefault((admission.wallet, admission.key), session.tally)
+        session.tally = tally
+        tally.worker, tally.model_digest = admission.worker, admission.model_digest
+        counted = tally.settle(received)
+        told = {CONNECTION_HEADER: tally.enter(self._now())}
+        session.ws.on_pong, session.ws.on_sent = tally.confirm, tally.add_tcp2ws
+        return {**told, COUNTED_HEADER: counted} if counted else told
 
     def _leave(self, session: Session, ending: Ending) -> None:
-        session.tally.leave(ending)
+        session.tally.leave(*ending)
         if self._live.get(session.admission.key) is session:
             del self._live[session.admission.key]
         for ring_id in [ring_id for ring_id, entry in self._entries.items() if entry is session]:
             del self._entries[ring_id]
         session.left.set()
 
-    async def _run(self, session: Session, path: str, query: dict[str, str]) -> Ending:
+    async def _recheck(self, session: Session, dial: Dial) -> None:
+        """Ask from time to time whether the session would still be admitted; returns once it has been ended."""
+        while True:
+            await asyncio.sleep(self._recheck_s)
+            try:
+                admission = await self._admit(dial)
+            except Refused as refusal:
+                if refusal.close_code in (CloseCode.UPSTREAM, CloseCode.GOING_AWAY):
+                    continue  # says nothing about this node
+                session.end(Ending(refusal.close_code, refusal.reason))
+                return
+            if admission != session.admission:
+                session.end(Ending(CloseCode.NORMAL, "the session is for something else now"))
+                return
+
+    async def _run(self, session: Session, dial: Dial) -> Ending:
         """Carry the session's bytes until something ends it; returns what."""
+        path, query = dial.path, dial.query
         if session.ending.done():
             return session.ending.result()
         if path == EXPERT_PATH:
-            carry = self._carry_dispatch(session)
+            carry = self._carry_dispatch(session) if session.admission.star is None else self._carry_worker(session)
+        elif session.admission.star is not None:
+            carry = self._carry_waiting(session)
         elif query.get("edge") == "entry":
             carry = self._carry_entry(session, query.get("controller_id", ""))
         else:
             carry = self._carry_edge(session, query.get("role", ""))
-        ended_by = await race(carry, session.ended(), session.ws.keep_alive())
+        alive = session.ws.keep_alive(session.tally.mark)
+        ended_by = await race(carry, session.ended(), alive, self._recheck(session, dial))
         if session.ending.done():
             return session.ending.result()
         if ended_by == 2 and session.ws.open:
@@ -278,6 +319,37 @@ class Hub:
             session.partner.set_result(peer)
         await self._carry_joined(session, first)
 
+    async def _carry_waiting(self, session: Session) -> None:
+        """A stage's session, until a worker comes and as long as it stays."""
+        session.ready = True
+        async with self._entry_arrived:
+            self._entry_arrived.notify_all()
+        await self._carry_joined(session, b"")
+
+    async def _carry_worker(self, session: Session) -> None:
+        """Join a worker to its stage, whose engine is told first who it is."""
+        preamble, star = session.admission.preamble, session.admission.star
+
+        def waiting() -> Session | None:
+            live = (each for each in self._live.values() if each.admission.star == star and each is not session)
+            return next((each for each in live if each.free and each.admission.preamble is None), None)
+
+        try:
+            async with asyncio.timeout(self._engine_timeout_s), self._entry_arrived:
+                stage = await self._entry_arrived.wait_for(waiting)
+        except TimeoutError:
+            stage = None
+        if stage is None or preamble is None:
+            raise Refused(CloseCode.UPSTREAM, "the stage of this window is not connected")
+        stage.partner.set_result(session)
+        try:
+            await stage.write(preamble.encode())
+        except ConnectionError:
+            session.end(PEER_LEFT)
+            return
+        session.partner.set_result(stage)
+        await self._carry_joined(session, b"")
+
     async def _carry_entry(self, session: Session, ring_id: str) -> None:
         self._entries[ring_id] = session
         session.ready = True
@@ -306,9 +378,21 @@ class Hub:
                 if session.ws.open:
                     session.end(PEER_LEFT)
 
-    def _tally(self, admission: Admission) -> Tally:
-        identity = (admission.wallet, admission.key)
-        return self._tallies.setdefault(identity, Tally(admission.key, admission.wallet))
+
+@dataclass(frozen=True, slots=True)
+class Dial:
+    """What a node asked for."""
+
+    path: str
+    query: dict[str, str]
+    token: str | None = field(repr=False)
+
+
+def _dial(request: Request) -> Dial:
+    """Raises ``Refused`` for a query that is none."""
+    path, _, text = request.path.partition("?")
+    query = _query(text)
+    return Dial(path, query, _token(request, query.pop("token", None)))
 
 
 def _query(text: str) -> dict[str, str]:
@@ -324,7 +408,13 @@ def _query(text: str) -> dict[str, str]:
 
 
 def _token(request: Request, from_query: str | None) -> str | None:
-    scheme, _, value = request.headers.get("Authorization", "").partition(" ")
+    scheme, _, value = _header(request, "Authorization").partition(" ")
     if scheme.lower() == "bearer" and value.strip():
         return value.strip()
     return from_query or None
+
+
+def _header(request: Request, name: str) -> str:
+    """The one value of a header; empty if there is none, or more than one."""
+    values = request.headers.get_all(name)
+    return values[0] if len(values) == 1 else ""

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from websockets.frames import DATA_OPCODES, Frame
-from websockets.http11 import Request
+from websockets.frames import DATA_OPCODES, Frame, Opcode
+from websockets.http11 import Request, Response
 from websockets.protocol import State
 from websockets.server import ServerProtocol
 
@@ -54,15 +55,33 @@ class ServerSocket:
         self._protocol = ServerProtocol(max_size=(None, max_frame_bytes), logger=_frame_logger())
         self._loop = asyncio.get_running_loop()
         self._waiting_since: float | None = None
+        self._welcome: Response | None = None
+        self.on_pong: Callable[[bytes], None] | None = None
+        """Told the payload of every pong."""
+        self.on_sent: Callable[[int], None] | None = None
+        """Told how many payload bytes were given to the connection, before any wait."""
 
     def handshake(self, head: bytes) -> Request | None:
-        """Answer the upgrade request ``head``: 101, or an HTTP error for one that is none (then ``None``)."""
+        """Read the upgrade request ``head``; one that is none is answered with an HTTP error (then ``None``)."""
         self._protocol.receive_data(head)
         request = next((event for event in self._protocol.events_received() if isinstance(event, Request)), None)
         if request is not None:
-            self._protocol.send_response(self._protocol.accept(request))
+            response = self._protocol.accept(request)
+            if response.status_code == 101:
+                self._welcome = response
+                return request
+            self._protocol.send_response(response)
         self._flush()
-        return request if self._protocol.state is State.OPEN else None
+        return None
+
+    def welcome(self, headers: Mapping[str, str]) -> None:
+        """Answer 101 with ``headers``, once; the WebSocket is open then."""
+        response, self._welcome = self._welcome, None
+        if response is not None:
+            for name, value in headers.items():
+                response.headers[name] = value
+            self._protocol.send_response(response)
+            self._flush()
 
     @property
     def open(self) -> bool:
@@ -100,6 +119,8 @@ class ServerSocket:
             raise ConnectionResetError("the WebSocket is closed")
         self._protocol.send_binary(data)
         self._flush()
+        if self.on_sent is not None:
+            self.on_sent(len(data))
         try:
             await self._writer.drain()
         except ConnectionError:
@@ -107,8 +128,10 @@ class ServerSocket:
         except OSError as error:
             raise ConnectionResetError("the WebSocket's connection failed") from error
 
-    async def keep_alive(self) -> None:
-        """Ping every interval; return when the path is dead: nothing arrived for two intervals while we listened.
+    async def keep_alive(self, mark: Callable[[], bytes] = bytes) -> None:
+        """Ping every interval, with what ``mark`` says as payload; return when the path is dead.
+
+        Dead means that nothing arrived for two intervals while we listened.
 
         A side that is held up by its own engine does not listen and cannot answer pings. It is not dead, and must
         not look dead to the peer: while held up, it sends unsolicited pongs (RFC 6455 section 5.5.3).
@@ -121,7 +144,7 @@ class ServerSocket:
             if not self.open or (since is not None and self._loop.time() - since >= 2 * self._ping_interval_s):
                 return
             if beat % _BEATS == 0:
-                self._protocol.send_ping(b"")
+                self._protocol.send_ping(mark())
             elif since is None:
                 self._protocol.send_pong(b"")
             self._flush()
@@ -153,8 +176,11 @@ class ServerSocket:
         else:
             self._protocol.receive_eof()
         self._flush()
-        frames = self._protocol.events_received()
-        return b"".join(frame.data for frame in frames if isinstance(frame, Frame) and frame.opcode in DATA_OPCODES)
+        frames = [event for event in self._protocol.events_received() if isinstance(event, Frame)]
+        for frame in frames:
+            if frame.opcode is Opcode.PONG and self.on_pong is not None:
+                self.on_pong(bytes(frame.data))
+        return b"".join(frame.data for frame in frames if frame.opcode in DATA_OPCODES)
 
     def _flush(self) -> None:
         for data in self._protocol.data_to_send():

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from kvasir_console.relay.authority import Admission
 from kvasir_console.relay.closing import CloseCode
+from kvasir_console.relay.counting import Tally
 from kvasir_console.relay.server_socket import Ending, ServerSocket
 from kvasir_console.relay.splice import CHUNK_BYTES, Sink
 
@@ -15,65 +15,6 @@ HOLD_BYTES = CHUNK_BYTES
 """What is kept of an end that speaks before its partner came; then it is not read any more."""
 
 PEER_LEFT = Ending(CloseCode.GOING_AWAY, "the other end left")
-
-
-@dataclass(frozen=True, slots=True)
-class SessionCount:
-    """Payload bytes of one (wallet, key) since the hub started, over all its connections."""
-
-    key: str
-    wallet: str
-    ws2tcp: int
-    """Bytes from the node, delivered to the engine, the other end of the edge or the gateway."""
-    tcp2ws: int
-    """Bytes delivered to the node."""
-    connected: bool
-    connects: int
-    opened_at: float
-    """Unix time of the latest connection, seconds."""
-    last_close: tuple[int, str] | None
-    """Close code and reason of the latest connection that ended."""
-
-
-class Tally:
-    """The running totals behind a ``SessionCount``."""
-
-    def __init__(self, key: str, wallet: str) -> None:
-        self._key = key
-        self._wallet = wallet
-        self._ws2tcp = 0
-        self._tcp2ws = 0
-        self._connected = False
-        self._connects = 0
-        self._opened_at = 0.0
-        self._last_close: tuple[int, str] | None = None
-
-    def enter(self, now: float) -> None:
-        self._connected = True
-        self._connects += 1
-        self._opened_at = now
-
-    def leave(self, ending: Ending) -> None:
-        self._connected = False
-        self._last_close = (ending.code, ending.reason)
-
-    def add_ws2tcp(self, size: int) -> None:
-        self._ws2tcp += size
-
-    def add_tcp2ws(self, size: int) -> None:
-        self._tcp2ws += size
-
-    def count(self) -> SessionCount:
-        return SessionCount(
-            key=self._key,
-            wallet=self._wallet,
-            ws2tcp=self._ws2tcp,
-            tcp2ws=self._tcp2ws,
-            connected=self._connected,
-            connects=self._connects,
-            opened_at=self._opened_at,
-            last_close=self._last_close,
-        )
 
 
 class Partner(Sink, Protocol):
@@ -87,11 +28,12 @@ class Partner(Sink, Protocol):
 class Session:
     """A live session. Its own task runs it; others may only ``end`` it, write to it or become its partner."""
 
-    def __init__(self, admission: Admission, ws: ServerSocket, tally: Tally) -> None:
+    def __init__(self, admission: Admission, ws: ServerSocket) -> None:
         loop = asyncio.get_running_loop()
         self.admission = admission
         self.ws = ws
-        self.tally = tally
+        self.tally = Tally(admission.key, admission.wallet)
+        """The one of its key, once the session is the live one."""
         self.ending: asyncio.Future[Ending] = loop.create_future()
         self.partner: asyncio.Future[Partner] = loop.create_future()
         self.ready = False
@@ -113,7 +55,6 @@ class Session:
 
     async def write(self, data: bytes | memoryview, /) -> None:
         await self.ws.write(data)
-        self.tally.add_tcp2ws(len(data))
 
     async def part(self) -> None:
         self.end(PEER_LEFT)

@@ -28,12 +28,27 @@ from kvasir_console.errors import KvasirError
 from kvasir_console.relay.backoff import Backoff
 from kvasir_console.relay.client_socket import ClientSocket, DialError, PathDeadError, Target, dial
 from kvasir_console.relay.closing import CloseCode, Closing, clean, explain
+from kvasir_console.relay.counting import OwnCount
 from kvasir_console.relay.splice import SocketEnd, pump, race
 from kvasir_console.relay.tls import client_context
 from kvasir_console.relay.wire.preamble import Preamble
 
-__all__ = ["TokenProvider", "Uplink", "UplinkPhase", "UplinkState", "client_context", "expert_url", "ring_url"]
+__all__ = [
+    "MAX_WAITING",
+    "STAR_EDGE",
+    "TokenProvider",
+    "Uplink",
+    "UplinkPhase",
+    "UplinkState",
+    "client_context",
+    "expert_url",
+    "ring_url",
+]
 
+STAR_EDGE = "experts-"
+"""Edge name, with a number after it, of a session that a ring's stage keeps waiting for one worker."""
+MAX_WAITING = 256
+"""Most such sessions of a stage."""
 _TOKEN = re.compile(r"[!-~]+")
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
@@ -116,6 +131,7 @@ class Uplink:
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
         on_change: Callable[[UplinkState], None] | None = None,
+        count: OwnCount | None = None,
     ) -> None:
         """
         Args:
@@ -123,6 +139,7 @@ class Uplink:
             token_in_header: the relay takes the token in ``Authorization``; otherwise it goes into the query.
             ssl_context: from ``client_context``; ``None`` trusts the system's authorities.
             on_change: told of every change of phase; must not raise.
+            count: this session's totals, to go on from.
 
         Raises:
             NetworkError: the URL is not a relay's, or not encrypted though it leaves this machine.
@@ -143,6 +160,8 @@ class Uplink:
         self._backoff = Backoff(redial_min_s, redial_max_s, rng=rng)
         self._clock = clock
         self._on_change = on_change
+        self.count = count if count is not None else OwnCount()
+        """What this node counted of the session, settled with the relay's answers (``counting``)."""
         self._phase = UplinkPhase.CLOSED
         self._since = clock()
         self._retry_at: float | None = None
@@ -220,11 +239,13 @@ class Uplink:
         if relay is None:
             return explain(CloseCode.NORMAL)
         self._relay = relay
+        self.count.opened(relay.headers)
         try:
             self._connects += 1
             self._enter(UplinkPhase.OPEN)
             return await self._carry(relay)
         finally:
+            self._note_counts()
             self._relay = None
             relay.abort()
 
@@ -241,6 +262,7 @@ class Uplink:
             user_agent=self._user_agent,
             open_timeout_s=self._open_timeout_s,
             close_timeout_s=self._close_timeout_s,
+            extra_headers=self.count.header(),
         )
 
     async def _unless_closing(self, work: Coroutine[Any, Any, _T]) -> _T | None:
@@ -287,6 +309,12 @@ class Uplink:
     def _count_down(self, size: int) -> None:
         self._backoff.reset()
         self._bytes_down += size
+        self._note_counts()
 
     def _count_up(self, size: int) -> None:
         self._bytes_up += size
+        self._note_counts()
+
+    def _note_counts(self) -> None:
+        if self._relay is not None:
+            self.count.sent, self.count.received = self._relay.sent_bytes, self._relay.received_bytes

@@ -46,6 +46,7 @@ from kvasir_console.wallet.chain_history import (
     history_item,
     transaction_view,
 )
+from kvasir_console.wallet.chain_outcome import Witness, decide, status_of, witness
 from kvasir_console.wallet.chain_signing import PreparedTransfer, RecentBlockhash, assemble, sign
 from kvasir_console.wallet.chain_types import Outcome, OutcomeState, Preview, SignatureStatus, Simulation
 from kvasir_console.wallet.keys import decode_address
@@ -190,30 +191,32 @@ class Chain:
     async def status(self, signature: str) -> SignatureStatus | None:
         """What the RPC knows of a transaction, however old; ``None`` when it knows nothing."""
         wanted = _signature(signature)
-        status, _ = await self._rpc.ask("the status of a transaction", lambda rpc: _status(rpc, wanted))
+        status, _ = await self._rpc.ask("the status of a transaction", lambda rpc: status_of(rpc, wanted))
         return status
 
     async def transaction(self, signature: str) -> TransactionView | None:
         """A transaction that reached this client's commitment (at least ``confirmed``), or ``None``."""
         wanted = _signature(signature)
-        response = await self._rpc.ask(
-            "a transaction",
-            lambda rpc: rpc.get_transaction(
+
+        async def read(rpc: Any) -> TransactionView | None:
+            response = await rpc.get_transaction(
                 wanted, encoding="base64", commitment=self._landed_commitment(), max_supported_transaction_version=0
-            ),
-        )
-        return None if response.value is None else transaction_view(signature, response.value)
+            )
+            return None if response.value is None else transaction_view(signature, response.value)
+
+        return await self._rpc.ask("a transaction", read)
 
     async def history(self, address: str, limit: int = 20, before: str | None = None) -> tuple[HistoryItem, ...]:
         """Transactions that name ``address``, newest first; ``before`` is the last signature of the page before."""
         key, start = _pubkey(address), None if before is None else _signature(before)
-        response = await self._rpc.ask(
-            f"the history of {address}",
-            lambda rpc: rpc.get_signatures_for_address(
+
+        async def read(rpc: Any) -> tuple[HistoryItem, ...]:
+            response = await rpc.get_signatures_for_address(
                 key, before=start, limit=limit, commitment=self._landed_commitment()
-            ),
-        )
-        return tuple(history_item(each) for each in response.value)
+            )
+            return tuple(history_item(each) for each in response.value)
+
+        return await self._rpc.ask(f"the history of {address}", read)
 
     async def kvr_history(
         self, owner: str, mint: str, limit: int = 20, before: str | None = None
@@ -302,6 +305,7 @@ class Chain:
         last_valid_block_height: int,
         *,
         raw: bytes | None = None,
+        resend: bool = True,
         slot: int = 0,
         timeout_s: float = OUTCOME_TIMEOUT_S,
     ) -> Outcome:
@@ -309,7 +313,8 @@ class Chain:
 
         Args:
             slot: it cannot have landed before; an RPC that remembers less far back does not get to say it expired.
-            raw: its bytes; if given, they are sent again every few seconds until it lands.
+            raw: its bytes: by them each RPC is asked whether it knows the blockhash still.
+            resend: send them again, too, every few seconds until it lands.
             timeout_s: longest wait; the question can be asked again at any time after.
 
         Raises:
@@ -318,15 +323,16 @@ class Chain:
             LedgerError: ``cluster_changed``, at once.
         """
         wanted = _signature(signature)
+        message = None if raw is None else _transaction(raw).message
         deadline = self._monotonic_s() + timeout_s
         resend_at = self._monotonic_s() + RESEND_S
         last_error: NetworkError | LedgerError | None = None
         while True:
             try:
-                outcome = await self._decide(wanted, last_valid_block_height, slot)
+                outcome = await self._decide(wanted, last_valid_block_height, slot, message)
                 if outcome is not None:
                     return outcome
-                if raw is not None and self._monotonic_s() >= resend_at:
+                if raw is not None and resend and self._monotonic_s() >= resend_at:
                     resend_at = self._monotonic_s() + RESEND_S
                     await self._resend(raw)
             except (NetworkError, LedgerError) as error:
@@ -362,38 +368,23 @@ class Chain:
             timeout_s=timeout_s,
         )
 
-    async def _decide(self, signature: Signature, last_valid_block_height: int, since_slot: int) -> Outcome | None:
+    async def _decide(
+        self, signature: Signature, last_valid_block_height: int, since_slot: int, message: MessageV0 | None
+    ) -> Outcome | None:
         """The outcome, or ``None`` while the transaction may still land or is not yet deep enough.
 
-        All is asked of one RPC. Height is read before status and at ``finalized``, and the status must come from a
-        node at least as far, which remembers back to where the transaction was signed: else a node that lags behind,
-        or has forgotten, would declare dead what another has executed.
+        One RPC's word is enough for what it shows, but not for what it does not know: before a transaction counts as
+        expired, every other RPC that answers has to say so too.
         """
+        what = "the outcome of a transaction"
 
-        async def questions(rpc: Any) -> tuple[Any, SignatureStatus | None, int, int]:
-            epoch = (await rpc.get_epoch_info(Commitment.FINALIZED)).value
-            status, seen_slot = await _status(rpc, signature)
-            oldest = 0
-            if status is None and since_slot and int(epoch.block_height) > last_valid_block_height:
-                oldest = int((await rpc.get_first_available_block()).value)
-            return epoch, status, seen_slot, oldest
+        async def question(rpc: Any) -> Witness:
+            return await witness(rpc, signature, last_valid_block_height, since_slot, message)
 
-        epoch, status, seen_slot, oldest = await self._rpc.ask("the outcome of a transaction", questions)
-        if status is not None:
-            if _rank(status.commitment) < _rank(self.commitment):
-                return None
-            if status.error is not None:
-                return Outcome(OutcomeState.FAILED, status.slot, status.error)
-            return Outcome(OutcomeState.CONFIRMED, status.slot)
-        if int(epoch.block_height) <= last_valid_block_height or seen_slot < int(epoch.absolute_slot):
-            return None
-        if oldest > since_slot > 0:
-            raise NetworkError(
-                "history_too_short",
-                f"The RPC remembers from slot {oldest} on; this transaction was signed in slot {since_slot}.",
-                "Name an RPC with a longer memory in wallet.rpc_url; do not send another in its place.",
-            )
-        return Outcome(OutcomeState.EXPIRED)
+        first = await self._rpc.ask(what, question)
+        if not self._rpc.several or not first.says_expired:
+            return decide([first], self.commitment)
+        return decide(await self._rpc.ask_each(what, question) or [first], self.commitment)
 
     async def _resend(self, raw: bytes) -> None:
         """Without a trial run: the first one passed, and a second could only refuse what has just landed."""
@@ -423,28 +414,12 @@ _CLOCK = struct.Struct("<32xq")
 """The clock's account: slot, epoch start, epoch, leader schedule epoch, Unix time."""
 
 
-async def _status(rpc: Any, signature: Signature) -> tuple[SignatureStatus | None, int]:
-    """What one RPC knows of a transaction, and the slot as of which it says so."""
-    response = await rpc.get_signature_statuses([signature], search_transaction_history=True)
-    (value,) = response.value
-    if value is None:
-        return None, int(response.context.slot)
-    reached = value.confirmation_status
-    level = Commitment.FINALIZED if reached is None else list(Commitment)[int(reached)]
-    error = None if value.err is None else describe_error(value.err)
-    return SignatureStatus(int(value.slot), level, error), int(response.context.slot)
-
-
 def _simulation(value: Any) -> Simulation:
     return Simulation(
         error=None if value.err is None else describe_error(value.err),
         logs=tuple(value.logs or ()),
         units=int(value.units_consumed or 0),
     )
-
-
-def _rank(commitment: Commitment) -> int:
-    return list(Commitment).index(commitment)
 
 
 def _pubkey(address: str) -> Pubkey:

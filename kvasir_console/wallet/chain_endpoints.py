@@ -151,6 +151,26 @@ class Endpoints:
             elif rounds >= _ROUNDS or not any(each.code == "rpc_unreachable" for each in failed):
                 raise _worst(failed, self._endpoints)
 
+    async def ask_each(self, what: str, request: Callable[[Any], Awaitable[_T]]) -> list[_T]:
+        """The answers of all RPCs that give one and do not lag: for what one alone may be wrong about."""
+        await self._survey()
+        answers = []
+        for endpoint in self._willing():
+            if endpoint.lags:
+                continue
+            try:
+                await self._identify(endpoint)
+                answers.append(await ask(what, request(endpoint.client)))
+            except (NetworkError, LedgerError) as error:
+                if not _concerns_the_rpc(error):
+                    raise
+                self._rest(endpoint, error)
+        return answers
+
+    @property
+    def several(self) -> bool:
+        return len(self._endpoints) > 1
+
     def _willing(self) -> list[_Endpoint]:
         """The endpoints that did not ask for a pause; those that lag, or failed a moment ago, come last."""
         now_s = self._monotonic_s()

@@ -59,7 +59,7 @@ class PreflightError(LedgerError):
 
 
 async def ask(what: str, request: Awaitable[_T]) -> _T:
-    """Await one RPC request.
+    """Await one RPC request, and whatever is read out of its answer.
 
     Args:
         what: the request in a few words, for messages ("the balance of …").
@@ -75,7 +75,8 @@ async def ask(what: str, request: Awaitable[_T]) -> _T:
         raise _refused(what, error.args[0] if error.args else None) from error
     except SolanaRpcException as error:
         raise _unreachable(what, error.__cause__) from error
-    except SerdeJSONError as error:
+    except (SerdeJSONError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
+        # The bindings' own refusal of an answer, or what comes of reading one that lacks a part.
         raise NetworkError(
             "rpc_malformed",
             f"The Solana RPC answered something else than asked for ({what}).",

@@ -10,6 +10,7 @@ from kvasir_console.wallet.command_base import Command, say
 from kvasir_console.wallet.export import check_second_factor, open_with_second_factor
 from kvasir_console.wallet.keys import decode_address
 from kvasir_console.wallet.money import KVR, SOL, amount_text, parse_amount
+from kvasir_console.wallet.qr import columns, qr_lines
 from kvasir_console.wallet.terminal import Person, require
 from kvasir_console.wallet.twofactor import SecondFactor, state_file
 from kvasir_console.wallet.vault_format import Contents
@@ -36,9 +37,7 @@ def enrol_factor(command: Command) -> int:
     passphrase = command.passphrase()
     open_with_second_factor(command.vault, passphrase, command.code).wipe()
     secret, codes = twofactor.new_secret(), twofactor.new_backup_codes()
-    uri = twofactor.otpauth_uri(ISSUER, command.accounts()[0].address[:8], secret)
-    shown = f"\nGive this to an authenticator:\n\n  {uri}\n\nor type in its secret:\n\n  {_grouped(secret)}\n"
-    person.show_secret(shown, "Press Enter when it shows codes. ")
+    _show_secret(person, command.accounts()[0].address[:8], secret)
     SecondFactor(state_file(command.vault), secret).enrol(person.ask("The code it shows: "), codes)
     vault.update(command.vault, passphrase, lambda contents: replace(contents, second_factor=secret))
     _show_codes(person, codes)
@@ -150,6 +149,18 @@ def _guarded(command: Command, change: vault.Change) -> Contents:
 
     vault.update(command.vault, command.passphrase(), checked)
     return made[0]
+
+
+def _show_secret(person: Person, account: str, secret: bytes) -> None:
+    """To be scanned where the terminal has room for it, and to be typed in."""
+    uri = twofactor.otpauth_uri(ISSUER, account, secret)
+    text = f"\nGive this to an authenticator:\n\n  {uri}\n\nor type in its secret:\n\n  {_grouped(secret)}\n"
+    code, (width, height) = qr_lines(twofactor.short_uri(uri)), person.size()
+    if width >= columns(code) and height > len(code) + text.count("\n") + 1:
+        text = "\n".join([*code, text])
+    elif width >= columns(code) and height > len(code):
+        person.show_secret("\n".join(code), "Scan this, and press Enter to see it as text. ")
+    person.show_secret(text, "Press Enter when it shows codes. ")
 
 
 def _show_codes(person: Person, codes: tuple[str, ...]) -> None:

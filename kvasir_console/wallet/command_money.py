@@ -113,7 +113,7 @@ async def _send(command: Command) -> int:
 
                 async def sign(transfer: Transfer, recent: RecentBlockhash) -> PreparedTransfer:
                     message = transfer_message(transfer, recent.hash, settings.priority_micro_lamports)
-                    typed = _intent(transfer, genesis, recent, settings.priority_micro_lamports)
+                    typed = _intent(transfer, genesis, recent, settings.priority_micro_lamports, request_id)
                     code = command.code() if status.second_factor else None
                     return assemble(message, await signer.sign(typed, code), recent)
 
@@ -164,9 +164,13 @@ def _transfer(token: str, source: str, recipient: str, mint: str, amount: int, m
     return SolTransfer(source, recipient, amount, memo)
 
 
-def _intent(transfer: Transfer, genesis: str, recent: RecentBlockhash, priority: int) -> TransferIntent:
+def _intent(
+    transfer: Transfer, genesis: str, recent: RecentBlockhash, priority: int, request_id: str
+) -> TransferIntent:
     token, amount = _amount(transfer)
-    return TransferIntent(genesis, token, transfer.recipient, amount, transfer.memo, str(recent.hash), priority)
+    return TransferIntent(
+        genesis, token, transfer.recipient, amount, transfer.memo, str(recent.hash), priority, request_id
+    )
 
 
 def _amount(transfer: Transfer) -> tuple[str, int]:

@@ -8,7 +8,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from kvasir_console.errors import SystemResourceError, UsageError, WalletError
-from kvasir_console.wallet import formats
+from kvasir_console.wallet import formats, private_file
 from kvasir_console.wallet.twofactor import SecondFactor, state_file
 from kvasir_console.wallet.vault import MIN_PASSPHRASE_CHARACTERS, OpenVault, open_vault
 
@@ -105,6 +105,7 @@ def write_secret(file: Path, text: str) -> None:
             stream.write(text if text.endswith("\n") else text + "\n")
             stream.flush()
             os.fsync(descriptor)
+        private_file.sync_directory(file.parent)
     except OSError as error:
         file.unlink(missing_ok=True)
         raise SystemResourceError("file_unavailable", f"{file} cannot be written: {error.strerror}.") from error

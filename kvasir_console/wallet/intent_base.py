@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import datetime
-from typing import TypeVar
+from enum import StrEnum
+from typing import Any, ClassVar, Self, TypeVar, get_origin, get_type_hints
 
 from solders.message import Message, MessageV0
 from solders.transaction import Transaction, VersionedTransaction
@@ -29,16 +30,54 @@ class Context:
     """The KVR token's mint there."""
 
 
-def take(fields: Mapping[str, object], name: str, wanted: type[_T]) -> _T:
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How an intent travels: its kind and each of its fields, by name; of exactly the declared types."""
+
+    kind: ClassVar[str]
+
+    @classmethod
+    def parse(cls, given: Mapping[str, object]) -> Self:
+        """Raises ``WalletError`` ``intent_malformed``."""
+        types = get_type_hints(cls)
+        return cls(**{each.name: take(given, each.name, _plain_type(types[each.name])) for each in fields(cls)})
+
+    def to_json(self) -> dict[str, Any]:
+        return {"kind": self.kind, **{each.name: _plain(getattr(self, each.name)) for each in fields(self)}}
+
+
+@dataclass(frozen=True, slots=True)
+class Challenge(Shape):
+    """A text that the gateway handed out, with what has to stand in it."""
+
+    host: str
+    message: str
+    """The challenge's text as the gateway sent it."""
+    wallet: str
+    nonce: str
+
+
+def _plain_type(declared: Any) -> Any:
+    origin = get_origin(declared) or declared
+    return dict if origin is Mapping else origin
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, StrEnum):
+        return str(value)
+    return dict(value) if isinstance(value, Mapping) else value
+
+
+def take(given: Mapping[str, object], name: str, wanted: type[_T]) -> _T:
     """A field of exactly this type (a bool is no int). Raises ``WalletError`` ``intent_malformed``."""
-    value = fields.get(name)
+    value = given.get(name)
     if type(value) is not wanted:
         raise WalletError("intent_malformed", f"A request to sign lacks its {name}, or it is of the wrong type.")
     return value
 
 
-def take_optional(fields: Mapping[str, object], name: str) -> str | None:
-    return None if fields.get(name) is None else take(fields, name, str)
+def take_optional(given: Mapping[str, object], name: str) -> str | None:
+    return None if given.get(name) is None else take(given, name, str)
 
 
 def check_host(host: str, context: Context) -> None:

@@ -11,7 +11,7 @@ from kvasir_console.errors import WalletError
 from kvasir_console.relay.wire import signed
 from kvasir_console.wallet import signin
 from kvasir_console.wallet.chain_cluster import cluster_name
-from kvasir_console.wallet.intent_base import Context, check_host, check_wallet, shown, take, take_optional
+from kvasir_console.wallet.intent_base import Challenge, Context, check_host, check_wallet, shown, take, take_optional
 
 _CHAINS = {"mainnet-beta": "mainnet", "testnet": "testnet", "devnet": "devnet"}
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -19,20 +19,10 @@ _OPTIONAL = tuple(each.name for each in fields(signin.SignIn) if each.name not i
 
 
 @dataclass(frozen=True, slots=True)
-class GatewaySignIn:
+class GatewaySignIn(Challenge):
     """Sign in to a gateway's administration, credits and API keys: the public contract has one text for all three."""
 
     kind: ClassVar[str] = "gateway_sign_in"
-
-    host: str
-    message: str
-    """The challenge's text as the gateway sent it."""
-    wallet: str
-    nonce: str
-
-    @classmethod
-    def parse(cls, fields: Mapping[str, object]) -> GatewaySignIn:
-        return cls(*(take(fields, name, str) for name in ("host", "message", "wallet", "nonce")))
 
     def text(self, context: Context) -> str:
         """Raises ``WalletError`` unless this is our host, our wallet and the gateway's sign-in, to the byte."""
@@ -49,15 +39,6 @@ class GatewaySignIn:
     def describe(self) -> str:
         what = "the administration, the credits and the API keys"
         return f"Sign in to {what} of {shown(self.host)} as {shown(self.wallet)}"
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "kind": self.kind,
-            "host": self.host,
-            "message": self.message,
-            "wallet": self.wallet,
-            "nonce": self.nonce,
-        }
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,16 +6,17 @@ pays the fee too, and there is nothing else in it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from solders.hash import Hash
 from solders.message import MessageV0
 
 from kvasir_console.errors import WalletError
 from kvasir_console.wallet.chain_cluster import cluster_name
-from kvasir_console.wallet.intent_base import Context, shown, take
+from kvasir_console.wallet.intent_base import Context, Shape, shown
 from kvasir_console.wallet.keys import decode_address
 from kvasir_console.wallet.money import DECIMALS, KVR, amount_text
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class TransferIntent:
+class TransferIntent(Shape):
     """Move ``amount`` of a token to ``recipient``."""
 
     kind: ClassVar[str] = "transfer"
@@ -42,17 +43,8 @@ class TransferIntent:
     priority_micro_lamports: int = 0
     """Offered for each compute unit, on top of the fee for the signature."""
 
-    @classmethod
-    def parse(cls, fields: Mapping[str, object]) -> TransferIntent:
-        return cls(
-            take(fields, "cluster", str),
-            take(fields, "token", str),
-            take(fields, "recipient", str),
-            take(fields, "amount", int),
-            take(fields, "memo", str),
-            take(fields, "blockhash", str),
-            take(fields, "priority_micro_lamports", int),
-        )
+    payment: str = ""
+    """The payment's own id. It is not signed: by it a payment that expired is known when it is signed again."""
 
     def check(self, context: Context) -> None:
         """Raises ``WalletError`` ``other_cluster`` or ``token_unknown``."""
@@ -101,14 +93,9 @@ class TransferIntent:
             lines.append(f"  priority fee: {self.priority_micro_lamports} micro-lamports for each compute unit")
         return "\n".join(lines)
 
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "kind": self.kind,
-            "cluster": self.cluster,
-            "token": self.token,
-            "recipient": self.recipient,
-            "amount": self.amount,
-            "memo": self.memo,
-            "blockhash": self.blockhash,
-            "priority_micro_lamports": self.priority_micro_lamports,
-        }
+    def payment_digest(self) -> str:
+        """SHA-256, in hex, of all that makes this the same payment again; "" for one without an id."""
+        if not self.payment:
+            return ""
+        what = [self.payment, self.cluster, self.token, self.recipient, self.amount, self.memo]
+        return hashlib.sha256(json.dumps(what).encode()).hexdigest()

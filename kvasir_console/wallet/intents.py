@@ -10,12 +10,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from kvasir_console.errors import WalletError
 from kvasir_console.relay.wire import signed
 from kvasir_console.wallet import delegation
-from kvasir_console.wallet.intent_base import Context, check_host, check_is_no_transaction, check_wallet, shown, take
+from kvasir_console.wallet.intent_base import (
+    Challenge,
+    Context,
+    Shape,
+    check_host,
+    check_is_no_transaction,
+    check_wallet,
+    shown,
+    take,
+)
 from kvasir_console.wallet.intent_signin import GatewaySignIn, SignInIntent
 from kvasir_console.wallet.intent_transfer import TransferIntent
 
@@ -39,25 +48,10 @@ CLOCK_SKEW = timedelta(seconds=30)
 
 
 @dataclass(frozen=True, slots=True)
-class Participation:
+class Participation(Challenge):
     """Ask the gateway for a node token: it lets a machine take part for this wallet and do nothing else."""
 
     kind: ClassVar[str] = "participation"
-
-    host: str
-    message: str
-    """The challenge's text as the gateway sent it."""
-    wallet: str
-    nonce: str
-
-    @classmethod
-    def parse(cls, fields: Mapping[str, object]) -> Participation:
-        return cls(
-            take(fields, "host", str),
-            take(fields, "message", str),
-            take(fields, "wallet", str),
-            take(fields, "nonce", str),
-        )
 
     def text(self, context: Context) -> str:
         """The text to sign. Raises ``WalletError`` if this is not our host, our wallet and the bridge's challenge."""
@@ -69,18 +63,9 @@ class Participation:
     def describe(self) -> str:
         return f"Take part in the network at {shown(self.host)} as {shown(self.wallet)}"
 
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "kind": self.kind,
-            "host": self.host,
-            "message": self.message,
-            "wallet": self.wallet,
-            "nonce": self.nonce,
-        }
-
 
 @dataclass(frozen=True, slots=True)
-class ActionIntent:
+class ActionIntent(Shape):
     """Authorise one action at the gateway, once and within minutes (``signed.action_text``)."""
 
     kind: ClassVar[str] = "action"
@@ -94,20 +79,13 @@ class ActionIntent:
     expires_at: str
 
     @classmethod
-    def parse(cls, fields: Mapping[str, object]) -> ActionIntent:
-        name = take(fields, "action", str)
+    def parse(cls, given: Mapping[str, object]) -> Self:
+        name = take(given, "action", str)
         try:
             action = signed.ActionKind(name)
         except ValueError:
             raise WalletError("action_unknown", f"There is no action named {shown(name)}.") from None
-        return cls(
-            take(fields, "host", str),
-            action,
-            take(fields, "details", dict),
-            take(fields, "nonce", str),
-            take(fields, "issued_at", str),
-            take(fields, "expires_at", str),
-        )
+        return super(ActionIntent, cls).parse({**given, "action": action})
 
     def text(self, context: Context) -> str:
         """The text to sign. Raises ``WalletError`` for another host, malformed fields or an expiry out of bounds."""
@@ -139,20 +117,9 @@ class ActionIntent:
         details = "".join(f"\n  {shown(name)}: {signed.canonical_json(self.details[name])}" for name in self.details)
         return f"{_SENTENCES[self.action]} at {shown(self.host)}{details}"
 
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "kind": self.kind,
-            "host": self.host,
-            "action": str(self.action),
-            "details": dict(self.details),
-            "nonce": self.nonce,
-            "issued_at": self.issued_at,
-            "expires_at": self.expires_at,
-        }
-
 
 @dataclass(frozen=True, slots=True)
-class DelegationIntent:
+class DelegationIntent(Shape):
     """Let a session key prove participation for this wallet, for at most thirty days (``delegation``)."""
 
     kind: ClassVar[str] = "delegation"
@@ -163,17 +130,6 @@ class DelegationIntent:
     nonce: str
     issued_at: str
     expires_at: str
-
-    @classmethod
-    def parse(cls, fields: Mapping[str, object]) -> DelegationIntent:
-        return cls(
-            take(fields, "host", str),
-            take(fields, "key", str),
-            take(fields, "until_s", int),
-            take(fields, "nonce", str),
-            take(fields, "issued_at", str),
-            take(fields, "expires_at", str),
-        )
 
     def text(self, context: Context) -> str:
         """Raises ``WalletError`` for another host, a key that is none, or a lifetime beyond what is allowed."""
@@ -189,17 +145,6 @@ class DelegationIntent:
             return f"Take back what the key {shown(self.key)} may do at {shown(self.host)}"
         until = signed.rfc3339(self.until_s)
         return f"Let the key {shown(self.key)} take part in the network at {shown(self.host)} until {until}"
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "kind": self.kind,
-            "host": self.host,
-            "key": self.key,
-            "until_s": self.until_s,
-            "nonce": self.nonce,
-            "issued_at": self.issued_at,
-            "expires_at": self.expires_at,
-        }
 
 
 TextIntent = Participation | ActionIntent | GatewaySignIn | SignInIntent | DelegationIntent

@@ -67,9 +67,9 @@ def read_passphrase(
     credential = Path(credentials) / CREDENTIAL if credentials else None
     if credential is not None and credential.exists() and not (confirm and (file is not None or fd is not None)):
         # systemd itself guards that directory, and gives a service's user access by group or ACL.
-        return _from_file(credential, may_group_read=True)
+        return _from_file(credential, "passphrase", may_group_read=True)
     if file is not None:
-        return _from_file(file, may_group_read=False)
+        return read_secret_file(file)
     if fd is not None:
         return _from_descriptor(fd)
     if cache is not None and not confirm and (passphrase := cache()) is not None:
@@ -77,22 +77,32 @@ def read_passphrase(
     return None if prompt is None else _from_terminal(prompt, confirm)
 
 
-def _from_file(file: Path, *, may_group_read: bool) -> str:
+def read_secret_file(file: Path, what: str = "passphrase") -> str:
+    """The one line of a file that is this user's or root's and that nobody else may read.
+
+    Raises:
+        WalletError: ``passphrase_file`` (after ``what``), as ``read_passphrase``.
+    """
+    return _from_file(file, what, may_group_read=False)
+
+
+def _from_file(file: Path, what: str, *, may_group_read: bool) -> str:
+    code = f"{what}_file"
     try:
         stream = open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK))  # noqa: SIM115
     except OSError as error:
-        raise WalletError("passphrase_file", f"The passphrase file {file} cannot be read: {error.strerror}.") from None
+        raise WalletError(code, f"The {what} file {file} cannot be read: {error.strerror}.") from None
     with stream:
         status = os.fstat(stream.fileno())
         if not stat.S_ISREG(status.st_mode):
-            raise WalletError("passphrase_file", f"The passphrase file {file} is not a regular file.")
+            raise WalletError(code, f"The {what} file {file} is not a regular file.")
         if status.st_uid not in (0, os.getuid()) or status.st_mode & (0o037 if may_group_read else 0o077):
             raise WalletError(
-                "passphrase_file",
-                f"Other users may look into the passphrase file {file}.",
+                code,
+                f"Other users may look into the {what} file {file}.",
                 f"Close it with: chmod 600 '{file}'",
             )
-        return _decode(stream.read(MAX_BYTES + 1), f"The passphrase file {file}")
+        return _decode(stream.read(MAX_BYTES + 1), f"The {what} file {file}", code)
 
 
 def _from_descriptor(fd: int) -> str:
@@ -106,17 +116,17 @@ def _from_descriptor(fd: int) -> str:
         raise WalletError("passphrase_file", f"{where} cannot be read: {error.strerror}.") from None
 
 
-def _decode(data: bytes, where: str) -> str:
+def _decode(data: bytes, where: str, code: str = "passphrase_file") -> str:
     """The text without the one line end that editors and ``echo`` leave."""
     if len(data) > MAX_BYTES:
-        raise WalletError("passphrase_file", f"{where} holds more than {MAX_BYTES} bytes.")
+        raise WalletError(code, f"{where} holds more than {MAX_BYTES} bytes.")
     try:
         text = data.decode()
     except UnicodeDecodeError:
-        raise WalletError("passphrase_file", f"{where} does not hold UTF-8 text.") from None
+        raise WalletError(code, f"{where} does not hold UTF-8 text.") from None
     text = text.removesuffix("\n").removesuffix("\r")
     if not text:
-        raise WalletError("passphrase_file", f"{where} is empty.")
+        raise WalletError(code, f"{where} is empty.")
     return text
 
 

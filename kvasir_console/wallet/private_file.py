@@ -82,11 +82,7 @@ def write(file: Path, data: bytes, *, replace: bool, keep_old: bool = False) -> 
                     os.link(new, file)  # refuses a name that is taken, in the same step
         finally:
             new.unlink(missing_ok=True)
-        directory = os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
+        sync_directory(file.parent)
     except FileExistsError:
         raise exists(file) from None
     except OSError as error:
@@ -117,6 +113,15 @@ def exclusive(file: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
+def sync_directory(directory: Path) -> None:
+    """Force a directory's entries to the disk: without it a new file may be gone after a power cut."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def _remove_abandoned(file: Path) -> None:
     """Unfinished files of writers that were killed: nobody holds their lock any more."""
     pattern = re.compile(rf"\.{re.escape(file.name)}\.[0-9a-f]{{16}}\.new")
@@ -130,12 +135,19 @@ def _remove_abandoned(file: Path) -> None:
 def check_directory(directory: Path) -> None:
     """Refuse a directory that is not 0700 and ours: whoever may write in it may exchange the files.
 
-    It is not tightened here, for it may be one that others need.
+    It may be reached by a link of ours or the system's. It is not tightened here, for it may be one that others need.
 
     Raises:
         WalletError: ``vault_mode``.
         OSError: it is not there.
     """
+    link = directory.lstat()
+    if stat.S_ISLNK(link.st_mode) and link.st_uid not in (0, os.getuid()):
+        raise WalletError(
+            "vault_mode",
+            f"{directory} is a link that belongs to another user, who could lead it elsewhere.",
+            "Name the directory itself.",
+        )
     status = directory.stat()
     if not stat.S_ISDIR(status.st_mode):
         raise NotADirectoryError(20, "not a directory", str(directory))

@@ -165,7 +165,8 @@ class Sender:
         outcome = await self._chain.await_outcome(
             send.prepared.signature,
             send.prepared.last_valid_block_height,
-            raw=None if send.error else send.prepared.raw,  # what was refused is not pressed upon the chain
+            raw=send.prepared.raw,
+            resend=not send.error,  # what was refused is not pressed upon the chain
             slot=send.prepared.slot,
             timeout_s=timeout_s,
         )
@@ -173,9 +174,7 @@ class Sender:
 
     async def _sign_again(self, send: Send, sign: Sign) -> Send:
         """Sign anew what expired, after a second look: another RPC may know more."""
-        look = await self._chain.await_outcome(
-            send.prepared.signature, send.prepared.last_valid_block_height, slot=send.prepared.slot, timeout_s=0.0
-        )
+        look = await self._chain.outcome(send.prepared, timeout_s=0.0)
         if look.state is not OutcomeState.EXPIRED:
             return self._outbox.advance(send, _ENDS[look.state], self._now(), look.error)
         prepared = await self._signed(send.intent, sign)

@@ -1,6 +1,6 @@
 """The signer process: it alone holds the wallet's key, from unlock to lock.
 
-    python -m kvasir_console.wallet.signer --vault FILE --socket PATH --host HOST[:PORT]
+    python -m kvasir_console.child PARENT kvasir_console.wallet.signer --vault FILE --socket PATH --host HOST[:PORT]
         [--kinds KIND ...] [--cluster GENESIS --mint ADDRESS] [--idle-lock-s S]
 
 It answers control messages on a Unix socket that only this user can reach:
@@ -14,8 +14,8 @@ It answers control messages on a Unix socket that only this user can reach:
 
 ``text`` is what was signed, and for a transfer its description. Transfers count against the day's limit and need a
 one-time code where a second factor is enrolled. The key is wiped by ``lock``, after an idle time if one is set, when
-the machine was suspended, on SIGTERM or SIGHUP, and when the process that started this one is gone. Passphrases and
-keys stand in no log, no error and no ``repr``.
+the machine was suspended, on SIGTERM or SIGHUP, and so when the process that started this one is gone (``child``).
+Passphrases and keys stand in no log, no error and no ``repr``.
 """
 
 from __future__ import annotations
@@ -23,16 +23,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import ctypes
 import logging
 import os
-import resource
 import signal
 import socket
 import sys
 from pathlib import Path
 
 from kvasir_console import logs
+from kvasir_console.child import forbid_core_dumps
 from kvasir_console.errors import KvasirError, SystemResourceError
 from kvasir_console.paths import check_socket_path, private_directory
 from kvasir_console.relay.wire import control
@@ -45,14 +44,13 @@ __all__ = ["MAX_CONNECTIONS", "Signer", "main", "serve"]
 MAX_MESSAGE_BYTES = 128 * 2**10
 MAX_CONNECTIONS = 32
 REQUEST_TIMEOUT_S = 30.0
-PARENT_POLL_S = 1.0
+WATCH_S = 1.0
 
-_PR_SET_DUMPABLE = 4
 _log = logging.getLogger(__name__)
 
 
 async def serve(signer: Signer, path: Path) -> None:
-    """Answer requests on ``path`` until the signer stops or this process is orphaned; then lock and remove it.
+    """Answer requests on ``path`` until the signer stops; then lock and remove it.
 
     Raises:
         SystemResourceError: another signer answers there, or the socket cannot be made.
@@ -73,12 +71,12 @@ async def serve(signer: Signer, path: Path) -> None:
             writer.close()
 
     server = await asyncio.start_unix_server(connection, sock=listener)
-    parent = asyncio.create_task(_watch(signer, os.getppid()))
+    watch = asyncio.create_task(_watch(signer))
     try:
         await signer.stopping.wait()
     finally:
         signer.lock()
-        parent.cancel()
+        watch.cancel()
         server.close()
         for writer in connections.values():
             writer.close()
@@ -94,14 +92,11 @@ async def _converse(signer: Signer, reader: asyncio.StreamReader, writer: asynci
         await control.write_message(writer, await signer.handle(message))
 
 
-async def _watch(signer: Signer, parent: int) -> None:
-    """Lock when idle or suspended; stop when the process that started this one is gone."""
-    # The kernel's own notice (PR_SET_PDEATHSIG) fires when the starting *thread* ends, which is too early.
-    while os.getppid() == parent:
-        await asyncio.sleep(PARENT_POLL_S)
+async def _watch(signer: Signer) -> None:
+    """Lock when idle or suspended."""
+    while True:
+        await asyncio.sleep(WATCH_S)
         signer.lock_if_left()
-    _log.warning("the process that started the signer is gone")
-    signer.stopping.set()
 
 
 def _listen(path: Path) -> socket.socket:
@@ -126,15 +121,6 @@ def _listen(path: Path) -> socket.socket:
     finally:
         os.umask(mask)
     return listener
-
-
-def harden() -> None:
-    """Leave no core dump and let no other program of this user read the memory. Best effort."""
-    with contextlib.suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
 
 
 async def _run(arguments: argparse.Namespace) -> None:
@@ -168,7 +154,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--mint", default="", help="the KVR token's mint on that cluster")
     parser.add_argument("--idle-lock-s", type=float, default=0.0, help="lock after so many idle seconds (0: never)")
     arguments = parser.parse_args(argv)
-    harden()
+    forbid_core_dumps()
     logs.configure(to_stderr=True)
     try:
         asyncio.run(_run(arguments))

@@ -204,7 +204,7 @@ class Signer:
                     "second_factor_needed", "This wallet sends money with a one-time code only.", "Give the code."
                 )
             unlocked.factor.check(code)
-        unlocked.limit.spend(intent.token, intent.amount)
+        unlocked.limit.spend(intent.token, intent.amount, intent.payment_digest())
 
 
 def _open(vault: Path, passphrase: str) -> Unlocked:

@@ -25,6 +25,10 @@ class Person(Protocol):
         """One line, without an echo."""
         ...
 
+    def size(self) -> tuple[int, int]:
+        """Columns and lines that can be drawn on; zeros where nothing but plain text can be."""
+        ...
+
     def show(self, text: str) -> None: ...
 
     def show_secret(self, text: str, question: str) -> None:
@@ -51,6 +55,15 @@ class Terminal:
             return getpass.getpass(question)
         except EOFError:
             return ""
+
+    def size(self) -> tuple[int, int]:
+        if not self._screens:
+            return 0, 0
+        try:
+            columns, lines = os.get_terminal_size(self._tty)
+        except OSError:
+            return 0, 0
+        return columns, lines
 
     def show(self, text: str) -> None:
         self._write(text + "\n")

@@ -98,6 +98,11 @@ def otpauth_uri(issuer: str, account: str, secret: bytes) -> str:
     return f"otpauth://totp/{label}?{query}&algorithm=SHA1&digits={DIGITS}&period={STEP_S}"
 
 
+def short_uri(uri: str) -> str:
+    """The link without what every authenticator takes for granted: its QR code fits a terminal of 24 lines."""
+    return uri.removesuffix(f"&algorithm=SHA1&digits={DIGITS}&period={STEP_S}")
+
+
 # Back-up codes
 
 

@@ -75,9 +75,9 @@ MIN_PASSPHRASE_CHARACTERS = 8
 COSTS = {
     "interactive": KdfCost(2, 64 * MIB),
     "moderate": KdfCost(3, 256 * MIB),
-    "sensitive": KdfCost(4, 1024 * MIB),
+    "sensitive": KdfCost(2, 1024 * MIB),
 }
-"""libsodium's levels."""
+"""The first two are libsodium's. Its ``sensitive`` makes four passes, more than is read from a file."""
 FLOOR_COST = KdfCost(3, 64 * MIB)
 """The least ``moderate`` comes down to on a machine without memory to spare (RFC 9106's second choice)."""
 

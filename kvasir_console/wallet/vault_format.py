@@ -50,11 +50,12 @@ class KdfCost:
     mem_kib: int
 
 
-READ_MEM_KIB = (19 * MIB, 2048 * MIB)
+READ_MEM_KIB = (19 * MIB, 1024 * MIB)
 """What is accepted from a file: OWASP's least, and what a machine can be expected to have."""
 READ_OPS = (2, 16)
-READ_WORK_KIB = 4 * 1024 * MIB
-"""Most passes times memory: libsodium's ``sensitive``, some seconds. Nothing made here costs more."""
+READ_WORK_KIB = 2 * 1024 * MIB
+"""Most passes times memory. A damaged file is known only when its key was derived, so this bounds that too: a second or
+two, and under five on a busy machine. Nothing made here costs more."""
 
 
 class AccountKind(StrEnum):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
@@ -25,6 +27,9 @@ pytestmark = pytest.mark.model
 PROMPT = "The capital of France is"
 PROMPT_TOKENS = [504, 3575, 282, 4649, 314]
 """By llama.cpp's tokenizer."""
+LONG_PROMPT = np.random.default_rng(0).integers(5, 200_000, 700).tolist()
+LONG_POSITIONS = range(500, 700)
+LAYERS = {"smollm2": 30, "gemma3": 18}
 COUNT = 32
 MOE_COUNT = 12
 TEXT = (
@@ -63,11 +68,12 @@ def generate(stages: list[Stage], prompt: list[int], count: int) -> list[int]:
     return tokens
 
 
-def ours(stage: Stage, tokens: list[int]) -> torch.Tensor:
-    """The logits of every position."""
+def ours(stage: Stage, tokens: list[int], positions: Sequence[int]) -> torch.Tensor:
+    """The logits of some positions."""
     with torch.inference_mode():
         rows = stage.embed(torch.tensor(tokens))
-        return stage.logits(stage.forward(rows, [Span(stage.new_cache(len(tokens)), 0, len(tokens))]))
+        hidden = stage.forward(rows, [Span(stage.new_cache(len(tokens)), 0, len(tokens))])
+        return stage.logits(hidden[torch.tensor(positions)])
 
 
 def divergence(logits: torch.Tensor, exact: torch.Tensor) -> float:
@@ -80,13 +86,45 @@ DIVERGENCE = {"reference": 1e-9, "native": 1e-9, "eager": 1e-3}
 """Bounds. llama.cpp, which rounds activations to 8 bits, is at 4e-3 on this text."""
 
 
+@dataclass(frozen=True, slots=True)
+class Exact:
+    """What the reference says of a checkpoint: the distributions of ``TEXT`` and of a long prompt's last positions, and
+    the greedy tokens after a short one. Building it takes longer than anything else here, so it is built once."""
+
+    path: Path
+    text: list[int]
+    text_logits: torch.Tensor
+    prompt: list[int]
+    greedy: list[int]
+    long_logits: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, path: Path, prompt: list[int], long: bool = False) -> Exact:
+        with Checkpoint.open(path) as checkpoint:
+            text = Tokenizer.from_metadata(checkpoint.metadata).encode(TEXT)
+        model = reference(path)
+        return cls(
+            path,
+            text,
+            logits(model, text),
+            prompt,
+            greedy(model, prompt, COUNT),
+            logits(model, LONG_PROMPT, LONG_POSITIONS) if long else None,
+        )
+
+
 @pytest.fixture(scope="module")
-def smollm2_tokens(smollm2_path: Path) -> list[int]:
-    return greedy(smollm2_path, PROMPT_TOKENS, COUNT)
+def smollm2_exact(smollm2_path: Path) -> Exact:
+    return Exact.of(smollm2_path, PROMPT_TOKENS)
+
+
+@pytest.fixture(scope="module")
+def gemma3_exact(gemma3_path: Path) -> Exact:
+    return Exact.of(gemma3_path, LONG_PROMPT[:20], long=True)
 
 
 @pytest.mark.parametrize("ends", [[30], [12, 30]], ids=["one stage", "two stages"])
-def test_greedy_tokens_are_those_of_the_reference(smollm2_path, smollm2_tokens, forms, ends):
+def test_greedy_tokens_are_those_of_the_reference(smollm2_path, smollm2_exact, forms, ends):
     if forms.name == "eager":
         pytest.skip("its rounding may turn a token; its divergence is bounded below")
     with Checkpoint.open(smollm2_path) as checkpoint:
@@ -94,12 +132,12 @@ def test_greedy_tokens_are_those_of_the_reference(smollm2_path, smollm2_tokens, 
     prompt = tokenizer.encode(PROMPT)
     assert prompt == PROMPT_TOKENS
     tokens = generate(load(smollm2_path, forms, ends), prompt, COUNT)
-    assert tokens == smollm2_tokens
+    assert tokens == smollm2_exact.greedy
     assert tokenizer.decode(tokens).startswith(" Paris")
 
 
 def test_greedy_tokens_of_the_mixture_are_those_of_the_reference(smollm2_moe_path, model_cache):
-    wanted = greedy(smollm2_moe_path, PROMPT_TOKENS, MOE_COUNT)
+    wanted = greedy(reference(smollm2_moe_path), PROMPT_TOKENS, MOE_COUNT)
     library = native.load(model_cache / "kernels")
     for forms in [REFERENCE] if library is None else [compiled(library), REFERENCE]:
         (stage,) = load(smollm2_moe_path, forms, [30])
@@ -112,25 +150,20 @@ def test_greedy_tokens_of_the_mixture_are_those_of_the_reference(smollm2_moe_pat
 
 @pytest.mark.parametrize("name", ["smollm2", "gemma3"])
 def test_distributions_are_those_of_the_reference(request, name, forms):
-    path = request.getfixturevalue(f"{name}_path")
-    with Checkpoint.open(path) as checkpoint:
-        tokens = Tokenizer.from_metadata(checkpoint.metadata).encode(TEXT)
-        layers = int(checkpoint.metadata[f"{checkpoint.architecture}.block_count"])
-    exact = logits(reference(path), tokens)
-    (stage,) = load(path, forms, [layers])
-    assert divergence(ours(stage, tokens), exact) < DIVERGENCE[forms.name]
+    exact: Exact = request.getfixturevalue(f"{name}_exact")
+    (stage,) = load(exact.path, forms, [LAYERS[name]])
+    rows = ours(stage, exact.text, range(len(exact.text)))
+    assert divergence(rows, exact.text_logits) < DIVERGENCE[forms.name]
 
 
-def test_gemma3_is_the_reference_past_its_window(gemma3_path, forms):
-    """700 tokens, where local layers see 512; and the greedy tokens that follow."""
-    prompt = np.random.default_rng(0).integers(5, 200_000, 700).tolist()
-    exact = logits(reference(gemma3_path), prompt)
-    (stage,) = load(gemma3_path, forms, [18])
-    assert divergence(ours(stage, prompt), exact) < 10 * DIVERGENCE[forms.name]
+def test_gemma3_is_the_reference_past_its_window(gemma3_exact, forms):
+    """The last of 700 tokens, where local layers see 512; and the greedy tokens after a short prompt."""
+    (stage,) = load(gemma3_exact.path, forms, [LAYERS["gemma3"]])
+    rows, exact = ours(stage, LONG_PROMPT, LONG_POSITIONS), gemma3_exact.long_logits
+    assert divergence(rows, exact) < 10 * DIVERGENCE[forms.name]
     if forms.name != "eager":
-        assert float((ours(stage, prompt) - exact).abs().max() / exact.abs().max()) < 1e-4
-        short = prompt[:20]
-        assert generate([stage], short, COUNT) == greedy(gemma3_path, short, COUNT)
+        assert float((rows - exact).abs().max() / exact.abs().max()) < 1e-4
+        assert generate([stage], gemma3_exact.prompt, COUNT) == gemma3_exact.greedy
 
 
 WINDOW = (0, 15)

@@ -8,6 +8,7 @@ import signal
 import struct
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from kvasir_console.engine.checkpoint.digest import model_digest
 from kvasir_console.engine.checkpoint.gguf import Checkpoint
 from kvasir_console.engine.checkpoint.shard import write_expert_shard
 from kvasir_console.engine.process.client import GenerateRequest
-from kvasir_console.errors import RequestError
+from kvasir_console.errors import EngineError, KvasirError, RequestError
 from kvasir_console.relay.wire.preamble import Kind, Preamble, Wire
 
 import builders
@@ -38,9 +39,13 @@ def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 async def trunk(moe: Path, tmp_path: Path) -> AsyncIterator[EngineProcess]:
     async with engine(tmp_path / "trunk", "trunk") as process:
-        fields = {"path": str(moe), "model": "tiny", "role": "stage", "layers": [0, N_LAYER]}
-        await process.client.load(**fields, dispatch_timeout_s=30.0)
+        await load(process, moe)
         yield process
+
+
+async def load(process: EngineProcess, moe: Path, **policy: Any) -> None:
+    fields = {"path": str(moe), "model": "tiny", "role": "stage", "layers": [0, N_LAYER]}
+    await process.client.load(**fields, dispatch_timeout_s=30.0, dispatch_policy={"seed": 11, **policy})
 
 
 async def worker(process: EngineProcess, moe: Path, layer: int, begin: int, end: int) -> None:
@@ -103,7 +108,10 @@ async def test_dispatched_experts_give_the_local_tokens_and_every_pair_is_counte
     assert sum(each["pairs"] for each in coverage.values()) == remote.pairs_remote
     assert [each["pairs"] for each in served] == [coverage[name]["pairs"] for name in ("expert-a", "expert-b")]
     for each in coverage.values():
-        assert each["paid_bytes"] == 2 * N_EMBD * each["rows"] + 10 * each["pairs"]
+        assert each["checked_pairs"] > 0
+        # The pay of a slice's first pairs is held until enough of them were found right.
+        assert each["paid_bytes"] + each["held_bytes"] == 2 * N_EMBD * each["rows"] + 10 * each["pairs"]
+        assert bool(each["paid_bytes"]) == each["proven"] == (each["held_bytes"] == 0)
 
 
 def shift_ids(data: bytes) -> bytes:
@@ -116,6 +124,7 @@ def shift_ids(data: bytes) -> bytes:
 
 
 async def test_ids_shifted_on_the_wire_are_seen(trunk: EngineProcess, moe: Path, tmp_path: Path) -> None:
+    await load(trunk, moe, trial_pairs=0, check_share=0.0)
     local = await complete(trunk.client, LOCAL)
     async with engine(tmp_path / "a", "a") as one:
         await worker(one, moe, 0, 0, 2)
@@ -130,10 +139,12 @@ async def test_ids_shifted_on_the_wire_are_seen(trunk: EngineProcess, moe: Path,
 
 async def test_swapped_experts_are_seen(trunk: EngineProcess, moe: Path, tmp_path: Path) -> None:
     """A worker that serves experts 2 and 3 under the name of 0 and 1."""
+    await load(trunk, moe, trial_pairs=0, check_share=0.0)
     local = await complete(trunk.client, LOCAL)
     async with engine(tmp_path / "a", "a") as one:
         await worker(one, moe, 0, 2, 4)
-        async with splice(trunk, one, moe, "expert-a", 0, 0, 2):
+        promised, held = session(moe, "expert-a", 0, 0, 2), session(moe, "expert-a", 0, 2, 4, Kind.EXPERTS)
+        async with Splice(trunk.data_socket, promised, one.data_socket, held):
             await connected(trunk, 1)
             remote = await complete(trunk.client, NETWORK)
     assert remote.pairs_remote > 0
@@ -177,6 +188,7 @@ async def test_a_worker_killed_with_work_in_flight_changes_no_token(
             await until(in_flight)
             os.kill(one.pid, signal.SIGKILL)
             done = await running
+            await connected(trunk, 0)
             (coverage,) = await trunk.client.coverage()
     assert pairs_before > 0
     assert done.failovers > 0
@@ -190,6 +202,7 @@ async def test_a_worker_killed_with_work_in_flight_changes_no_token(
 
 
 async def test_a_replica_takes_over_what_a_dead_worker_held(trunk: EngineProcess, moe: Path, tmp_path: Path) -> None:
+    await load(trunk, moe, trial_pairs=0)
     local = await complete(trunk.client, LOCAL)
     async with engine(tmp_path / "a", "a") as one, engine(tmp_path / "b", "b") as two:
         await worker(one, moe, 0, 0, 4)
@@ -261,3 +274,71 @@ async def test_closing_a_generation_early_cancels_it(trunk: EngineProcess) -> No
     await anext(events)
     await events.aclose()
     assert (await trunk.client.stats())["active_requests"] == 0
+
+
+async def test_one_engine_serves_experts_of_several_layers_and_counts_who_was_chosen(
+    trunk: EngineProcess, moe: Path, tmp_path: Path
+) -> None:
+    """Two slices in one process. The trunk's counts of a local pass, in which nobody had a part, are the measure."""
+    local = await complete(trunk.client, LOCAL)
+    before = (await trunk.client.stats(experts=True))["experts"]
+    assert [sum(each["pairs"]) for each in before] == [local.rows * TOP_K] * N_LAYER
+    assert all(each["pairs_remote"] == [0] * N_EXPERT for each in before)
+    assert (await trunk.client.stats())["experts"] is None  # many numbers, so only on demand
+    async with engine(tmp_path / "a", "a") as one:
+        slices = []
+        for layer, begin, end in ((0, 0, 2), (1, 1, 4)):
+            shard = tmp_path / f"L{layer}.gguf"
+            with Checkpoint.open(moe) as checkpoint:
+                write_expert_shard(checkpoint, shard, model="tiny", layer=layer, begin=begin, end=end)
+            slices.append({"path": str(shard), "layer": layer, "experts": [begin, end]})
+        info = await one.client.load(model="tiny", role="experts", slices=slices)
+        assert [(each["layer"], each["experts"]) for each in info["slices"]] == [(0, [0, 2]), (1, [1, 4])]
+        assert info["tensor_bytes"] == sum(each["tensor_bytes"] for each in info["slices"])
+        # The second session asks for a part of the second slice.
+        async with splice(trunk, one, moe, "expert-a", 0, 0, 2), splice(trunk, one, moe, "expert-b", 1, 2, 4):
+            await connected(trunk, 2)
+            remote = await complete(trunk.client, NETWORK)
+            after = (await trunk.client.stats(experts=True))["experts"]
+            worker_counts = (await one.client.stats())["experts"]
+    assert remote.tokens == local.tokens
+    assert np.array_equal(logits(remote.trace_path), logits(local.trace_path))
+    assert remote.pairs_remote > 0
+    for was, now in zip(before, after, strict=True):
+        here = np.array(now["pairs"]) - np.array(was["pairs"])
+        assert (here + np.array(now["pairs_remote"])).tolist() == was["pairs"]
+    assert [(each["layer"], each["begin"], each["end"]) for each in worker_counts] == [(0, 0, 2), (1, 1, 4)]
+    assert worker_counts[0]["pairs"] == after[0]["pairs_remote"][0:2]
+    assert worker_counts[1]["pairs"] == after[1]["pairs_remote"][1:4]
+    assert after[1]["pairs_remote"][1] == 0  # held, but not offered to this trunk
+    assert after[0]["pairs_remote"][2:] == [0, 0]
+
+
+@pytest.mark.parametrize(("layer", "begin", "end"), [(0, 0, 3), (0, 1, 2), (1, 0, 2)], ids=["wide", "part", "layer"])
+async def test_a_session_for_experts_that_are_not_held_is_not_served(
+    moe: Path, tmp_path: Path, layer: int, begin: int, end: int
+) -> None:
+    async with engine(tmp_path / "a", "a") as one:
+        await worker(one, moe, 0, 0, 2)
+        reader, writer = await asyncio.open_unix_connection(str(one.data_socket))
+        writer.write(session(moe, "x", layer, begin, end, Kind.EXPERTS).encode())
+        served = (layer, begin) == (0, 1)
+        async with asyncio.timeout(10):
+            if served:
+                writer.write(struct.pack("<iii", -2, -1, 1))  # a request that is refused says that somebody read it
+            assert await reader.read(1) == b""
+        assert (await one.client.stats())["served"]["rejected"] == int(served)
+        writer.close()
+
+
+async def test_a_slice_that_is_not_there_loads_nothing(moe: Path, tmp_path: Path) -> None:
+    async with engine(tmp_path / "a", "a") as one:
+        slices = [{"layer": 0, "experts": [0, 2]}, {"layer": 1, "experts": [2, 5]}]
+        with pytest.raises(KvasirError):
+            await one.client.load(path=str(moe), model="tiny", role="experts", slices=slices)
+        assert (await one.client.stats())["tensor_bytes"] == 0
+        with pytest.raises(EngineError) as refusal:
+            await one.client.load(path=str(moe), model="tiny", role="experts", slices=slices[:1] * 65)
+        assert refusal.value.code == "too_many_slices"
+        info = await one.client.load(path=str(moe), model="tiny", role="experts", slices=slices[:1] * 2)
+        assert len(info["slices"]) == 2

@@ -193,11 +193,20 @@ def test_without_a_wallet_the_command_that_makes_one_is_named(home):
 def test_without_a_node_its_commands_say_so(home, secret):
     for arguments in (
         ("status",),
-        ("wallet", "claim"),
         ("wallet", "lock"),
         ("wallet", "unlock", "--passphrase-file", str(secret)),
     ):
         failed(console(*arguments), ExitCode.NETWORK, "No node", "kvasir-console --headless")
+
+
+def test_without_a_node_a_claim_is_made_from_here(home, secret):
+    """It says so, wants the passphrase, and then it is the gateway that does not answer."""
+    failed(console("wallet", "claim"), ExitCode.WALLET, str(home), "kvasir-console wallet create")
+    vault.create_vault(home / "data" / "vault.json", PHRASE, PASSPHRASE, cost=vault.KdfCost(2, 19 * 1024))
+    failed(console("wallet", "claim"), ExitCode.USAGE, "No node runs here", "--passphrase-file")
+    gateway = {"KVASIR_NETWORK_GATEWAY": "http://127.0.0.1:1"}
+    asked = console("wallet", "claim", "--passphrase-file", str(secret), **gateway)
+    failed(asked, ExitCode.NETWORK, "gateway")
 
 
 def test_a_wrong_passphrase_ends_the_start(home, tmp_path):
@@ -330,7 +339,7 @@ SNAPSHOT = NodeSnapshot(
     gateway="https://gate.example.net",
     state=phase.initial(1.0).to(phase.Phase.SERVING, 100.0, "Every relay session is open."),
     held=SliceView("experts", "moe", 3, 2, 6, 8),
-    work=WorkView(requests=7, rows=90, pairs=180),
+    work=WorkView(requests=7, rows=90, pairs=180, expert_pairs=(0, 60, 100, 20)),
     earnings=EarningsView(pending_micro_kvr=12_779),
 )
 
@@ -385,6 +394,7 @@ async def test_the_state_of_a_node_is_for_people_and_for_programs(node):
         "serving for 60 s",
         "moe, layer 3, experts [2, 6) of 8",
         "90 rows",
+        "most asked for: expert 4 (100), expert 3 (60), expert 5 (20)\n",
         "0.012779 KVR",
     ):
         assert words in result.stdout

@@ -50,6 +50,36 @@ def test_no_file_is_an_empty_file(file):
     assert config.load(file, {}) == config.load(None, {}) == Config()
 
 
+SECRET_URLS = ("postgresql://kvasir:hunter2@db/kvasir", "postgresql://kvasir@/kvasir?host=/run&password=hunter2")
+
+
+@pytest.mark.parametrize("url", SECRET_URLS)
+def test_a_databases_password_stands_in_a_private_file_only(file, url):
+    for error in (
+        refusal(env={"KVASIR_GATEWAY_DATABASE": url}),
+        refusal(flags={"gateway.database": url}),
+    ):
+        assert error.code == "password_exposed"
+        assert "hunter2" not in str(error)
+    file.write_text(f'[gateway]\ndatabase = "{url}"\n')
+    file.chmod(0o640)
+    assert refusal(file).code == "config_exposed"
+    assert "hunter2" not in str(refusal(file))
+    file.chmod(0o600)
+    assert config.load(file, {}).gateway.database == url
+
+
+@pytest.mark.parametrize(
+    "url", ["sqlite:////var/lib/kvasir.sqlite", "postgresql://kvasir@db:5433/kvasir?sslmode=require"]
+)
+def test_a_database_without_a_password_may_be_named_anywhere(file, url):
+    assert config.load(None, {"KVASIR_GATEWAY_DATABASE": url}).gateway.database == url
+    assert config.load(None, {}, {"gateway.database": url}).gateway.database == url
+    file.write_text(f'[gateway]\ndatabase = "{url}"\n')
+    file.chmod(0o644)
+    assert config.load(file, {}).gateway.database == url
+
+
 def test_variables_of_other_programs_and_of_paths_are_left_alone():
     environment = {"PATH": "/bin", "KVASIR_HOME": "/h", "KVASIR_CACHE": "/c", "KVASIR_TEST_CACHE": "/t", "KVASIRX": "1"}
     assert config.load(None, environment) == Config()

@@ -12,9 +12,10 @@ from __future__ import annotations
 import hashlib
 import struct
 
-from kvasir_console.engine.checkpoint.gguf import Checkpoint, TensorInfo
+from kvasir_console.engine.checkpoint.gguf import Checkpoint, Part, TensorInfo
 from kvasir_console.engine.checkpoint.shape import refuse, stage_window
 from kvasir_console.engine.checkpoint.shard_info import is_expert_shard
+from kvasir_console.engine.checkpoint.window import expert_ranges
 
 MODEL_DIGEST_KEY = "kvasir.model_digest"
 _SAMPLE_BYTES = 2**20
@@ -26,8 +27,9 @@ def model_digest(checkpoint: Checkpoint) -> bytes:
 
     The canonical header is: metadata count u64; the metadata entries as stored (key, type, value), sorted by the bytes
     of their keys; tensor count u64; for each tensor, sorted by the bytes of its name, its directory entry without the
-    offset (name with u64 length, dimension count u32, dimensions u64, type u32). ``general.alignment`` is left out, as
-    it only says where the tensors lie.
+    offset (name with u64 length, dimension count u32, dimensions u64, type u32). ``general.alignment`` and
+    ``split.*`` are left out, as they only say where the tensors lie: a model in several files has the digest of the
+    same model in one.
 
     Raises:
         ModelError: a stage file or shard without a digest of 64 hexadecimal digits.
@@ -74,18 +76,36 @@ def shard_digest(checkpoint: Checkpoint) -> bytes:
     return digest.digest()
 
 
+def slice_digest(checkpoint: Checkpoint, layer: int, begin: int, end: int) -> bytes:
+    """``shard_digest`` of the shard with the experts ``[begin, end)`` of ``layer``, without cutting it.
+
+    Raises:
+        ModelError: the file does not hold these experts.
+    """
+    digest = hashlib.sha256()
+    for tensor, first, last in sorted(expert_ranges(checkpoint, layer, begin, end), key=lambda part: part[0].name):
+        digest.update(tensor.name.encode() + b"\0" + tensor_digest(checkpoint, tensor, first, last))
+    return digest.digest()
+
+
 def source_digest(checkpoint: Checkpoint) -> str:
     """The public contract's identity of a checkpoint file (node contract, section 5), in hexadecimal.
 
     SHA-256 over the file's size in decimal, its header with the padding, and the first and the last MiB of its data;
-    where the data is shorter than that, the two overlap. A stage file gives the identity of the file it was cut from.
+    where the data is shorter than that, the two overlap. A stage file gives the identity of the file it was cut from. A
+    model in several files, of which the contract knows nothing, gives SHA-256 over the identities of its parts (ASCII).
     """
     carried = checkpoint.metadata.get("kvasir.stage.source_digest")
     if isinstance(carried, str) and stage_window(checkpoint):
         return carried
-    size, start = checkpoint.file_bytes, checkpoint.data_start
+    parts = [_part_digest(part) for part in checkpoint.parts]
+    return parts[0] if len(parts) == 1 else hashlib.sha256("".join(parts).encode()).hexdigest()
+
+
+def _part_digest(part: Part) -> str:
+    size, start = part.n_bytes, part.header.data_start
     digest = hashlib.sha256(str(size).encode())
-    digest.update(checkpoint.header_bytes())
-    digest.update(checkpoint.bytes_at(start, start + _SAMPLE_BYTES))
-    digest.update(checkpoint.bytes_at(max(size - _SAMPLE_BYTES, 0), size))
+    digest.update(part.header_bytes)
+    digest.update(part.view[start : start + _SAMPLE_BYTES])
+    digest.update(part.view[max(size - _SAMPLE_BYTES, 0) :])
     return digest.hexdigest()

@@ -1,7 +1,7 @@
-"""A GGUF file, open: its metadata and tensor directory in memory, its tensor bytes through a map of the file.
+"""A model's GGUF, open: its metadata and tensor directory in memory, its tensor bytes through a map of the file.
 
 The header is parsed and checked by ``header.py`` when the file is opened; the tensors are not read until asked for, and
-then without a copy.
+then without a copy. A model in several files (``split.py``) is one checkpoint with a map for each.
 """
 
 from __future__ import annotations
@@ -10,51 +10,102 @@ import contextlib
 import mmap
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any
 
 from kvasir_console.engine.checkpoint.ggml_types import GGMLType
 from kvasir_console.engine.checkpoint.header import Header, TensorInfo, parse_header, shown
+from kvasir_console.engine.checkpoint.split import SPLIT_KEYS, joined, part_missing, part_names, read_split
 from kvasir_console.errors import ModelError
 
-__all__ = ["Checkpoint", "GGMLType", "TensorInfo", "shown"]
+__all__ = ["Checkpoint", "GGMLType", "Part", "TensorInfo", "shown"]
 
 
-class Checkpoint:
-    """A checked GGUF file. Close it, or use it as a context manager."""
+class Part:
+    """One file of a checkpoint: its header, and its bytes."""
 
-    __slots__ = ("_header", "_map", "_view", "file_bytes", "metadata", "path", "tensors")
+    __slots__ = ("_map", "header", "path", "view")
 
-    def __init__(self, path: Path, mapped: mmap.mmap, header: Header) -> None:
+    def __init__(self, path: Path, mapped: mmap.mmap, view: memoryview, header: Header) -> None:
         self.path = path
-        self.metadata: Mapping[str, Any] = MappingProxyType(header.metadata)
-        """Key to ``str``, ``int``, ``float``, ``bool`` or ``list``."""
-        self.tensors: Mapping[str, TensorInfo] = MappingProxyType(header.tensors)
-        """Name to directory entry, in the order of the directory."""
-        self.file_bytes = len(mapped)
+        self.header = header
+        self.view = view
+        """Every byte of the file, read-only."""
         self._map = mapped
-        self._view = memoryview(mapped)
-        self._header = header
 
     @classmethod
-    def open(cls, path: Path) -> Checkpoint:
-        """Map ``path`` and check its header.
-
-        Raises:
-            ModelError: ``model_unreadable`` if it cannot be opened or is not an ordinary file, ``gguf_malformed`` if
-                its contents are refused; the message names the key or tensor.
-        """
+    def open(cls, path: Path) -> Part:
+        """Map ``path`` and check its header. Raises ``ModelError``."""
         mapped = _map_file(path)
+        view = memoryview(mapped)
         try:
-            with memoryview(mapped) as view:
-                header = parse_header(view, path.name)
+            return cls(path, mapped, view, parse_header(view, path.name))
         except BaseException:
+            view.release()
             with contextlib.suppress(BufferError):
                 mapped.close()
             raise
-        return cls(path, mapped, header)
+
+    @property
+    def n_bytes(self) -> int:
+        return len(self.view)
+
+    @property
+    def header_bytes(self) -> memoryview:
+        """The header with its padding, as stored."""
+        return self.view[: self.header.data_start]
+
+    def close(self) -> None:
+        self.view.release()
+        with contextlib.suppress(BufferError):
+            self._map.close()
+
+
+class Checkpoint:
+    """A checked model, stage or shard. Close it, or use it as a context manager."""
+
+    __slots__ = ("_parts", "metadata", "path", "tensors")
+
+    def __init__(self, path: Path, parts: Sequence[Part], tensors: Mapping[str, TensorInfo]) -> None:
+        self.path = path
+        metadata = parts[0].header.metadata
+        self.metadata: Mapping[str, Any] = MappingProxyType(
+            {key: value for key, value in metadata.items() if key not in SPLIT_KEYS}
+        )
+        """Key to ``str``, ``int``, ``float``, ``bool`` or ``list``; without how the model is cut into files."""
+        self.tensors: Mapping[str, TensorInfo] = MappingProxyType(dict(tensors))
+        """Name to directory entry, in the order of the parts and their directories."""
+        self._parts = tuple(parts)
+
+    @classmethod
+    def open(cls, path: Path) -> Checkpoint:
+        """Map ``path`` and check its header; if it is a part of a split model, with all the others beside it.
+
+        Raises:
+            ModelError: ``model_unreadable`` if it cannot be opened or is not an ordinary file, ``gguf_malformed`` if
+                its contents are refused; the message names the key or tensor. ``gguf_part_missing``,
+                ``gguf_parts_disagree``: the parts of a split model are not all there, or not of one model.
+        """
+        given = Part.open(path)
+        parts = [given]
+        try:
+            split = read_split(given.header, path.name)
+            if split is None:
+                return cls(path, parts, given.header.tensors)
+            names = part_names(path.name, split)
+            missing = [name for name in names if not path.with_name(name).exists()]
+            if missing:
+                raise part_missing(names, missing)
+            parts = []
+            for number, name in enumerate(names):
+                parts.append(given if number == split.number else Part.open(path.with_name(name)))
+            return cls(path, parts, joined([part.header for part in parts], names))
+        except BaseException:
+            for part in {id(part): part for part in (given, *parts)}.values():
+                part.close()
+            raise
 
     @property
     def architecture(self) -> str:
@@ -69,18 +120,19 @@ class Checkpoint:
         return name
 
     @property
-    def data_start(self) -> int:
-        """Where the header with its padding ends, in bytes from the start of the file."""
-        return self._header.data_start
+    def parts(self) -> tuple[Part, ...]:
+        """Its files in order; nearly always one."""
+        return self._parts
 
-    def header_bytes(self) -> memoryview:
-        """The header with its padding, as stored."""
-        return self._view[: min(self.data_start, self.file_bytes)]
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of all its files."""
+        return sum(part.n_bytes for part in self._parts)
 
     def metadata_bytes(self, key: str) -> memoryview:
         """One metadata entry (key, type and value) exactly as stored."""
-        begin, end = self._header.spans[key]
-        return self._view[begin:end]
+        begin, end = self._parts[0].header.spans[key]
+        return self._parts[0].view[begin:end]
 
     def raw(self, tensor: TensorInfo, begin: int = 0, end: int | None = None) -> memoryview:
         """The stored bytes ``[begin, end)`` of ``tensor``, read-only and without a copy.
@@ -90,17 +142,12 @@ class Checkpoint:
         end = tensor.n_bytes if end is None else end
         if not 0 <= begin <= end <= tensor.n_bytes:
             raise ValueError(f"bytes [{begin}, {end}) do not lie in {tensor.name} of {tensor.n_bytes} bytes")
-        return self._view[tensor.offset + begin : tensor.offset + end]
-
-    def bytes_at(self, begin: int, end: int) -> memoryview:
-        """The bytes ``[begin, end)`` of the file, clipped to it."""
-        return self._view[begin:end]
+        return self._parts[tensor.part].view[tensor.offset + begin : tensor.offset + end]
 
     def close(self) -> None:
-        """Unmap the file. Views that are still held keep the map alive until they are dropped."""
-        self._view.release()
-        with contextlib.suppress(BufferError):
-            self._map.close()
+        """Unmap the files. Views that are still held keep a map alive until they are dropped."""
+        for part in self._parts:
+            part.close()
 
     def __enter__(self) -> Checkpoint:
         return self

@@ -61,7 +61,7 @@ class TensorInfo:
     """One entry of the tensor directory, checked against the file.
 
     ``dims`` are in ggml's order: the first is contiguous, so a matrix is ``(n_in, n_out)`` and a bank of experts
-    ``(n_in, n_out, n_expert)``. ``offset`` counts bytes from the start of the file.
+    ``(n_in, n_out, n_expert)``. ``offset`` counts bytes from the start of the file, or of the part of a split model.
     """
 
     name: str
@@ -69,6 +69,8 @@ class TensorInfo:
     type: GGMLType
     offset: int
     n_bytes: int
+    part: int = 0
+    """Which file of a split model, from 0."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,6 +55,8 @@ class Inspection:
     """One expert of the layer with the heaviest experts; ``None`` in a dense model."""
     tensor_bytes: int
     file_bytes: int
+    files: int
+    """More than one if the model is split."""
     model_digest: str
     source_digest: str
     refusal: str
@@ -101,6 +103,7 @@ def _describe(checkpoint: Checkpoint) -> Inspection:
         bytes_per_expert=_bytes_per_expert(checkpoint),
         tensor_bytes=sum(tensor.n_bytes for tensor in tensors),
         file_bytes=checkpoint.file_bytes,
+        files=len(checkpoint.parts),
         model_digest=model_digest(checkpoint).hex() if _has_digest(checkpoint) else "",
         source_digest=source_digest(checkpoint),
         refusal=_refusal(checkpoint),

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvasir_console.engine.checkpoint.shape import ModelShape
-from kvasir_console.engine.experts import ExpertBank, ExpertCompute, local_experts
+from kvasir_console.engine.experts import ExpertBank, ExpertCompute, RemoteExperts, local_experts
 from kvasir_console.engine.kvcache import KVCache, KVLayout, Span
 from kvasir_console.engine.linear import Linear
 from kvasir_console.engine.native import Batch, DecoderLayer, Layers, Library, Mixed, NativeLinear, ops
@@ -46,8 +46,8 @@ class Fused:
 
     Args:
         routers: by index in the window, of the layers with routed experts. Their ``DecoderLayer`` has no second half:
-            whoever is asked computes it. Where that is this window's own banks, and the kernels can take them, the
-            window runs in one call all the same, with the same bits.
+            whoever is asked computes it. Where that is this window's own banks, and the kernels can take them, layers
+            run in one call all the same, with the same bits.
     """
 
     def __init__(
@@ -107,16 +107,19 @@ class Fused:
         if experts is None and self._whole is not None:
             self._whole.forward(x, batch, turns, 0, end)
             return x
-        for index in sorted(self._routers):
+        away, between = set(self._routers), self._layers
+        if isinstance(experts, RemoteExperts) and self._whole is not None:
+            away, between = {layer - self._begin for layer in experts.layers} & away, self._whole
+        for index in sorted(away):
             if index >= end:
                 break
             if at < index:
-                self._layers.forward(x, batch, turns, at, index)
+                between.forward(x, batch, turns, at, index)
             normed = self._layers.attention_half(index, x, batch, turns)
             x += (experts or self._own)(self._begin + index, normed, *self._route(index, normed))
             at = index + 1
         if at < end:
-            self._layers.forward(x, batch, turns, at, end)
+            between.forward(x, batch, turns, at, end)
         return x
 
     def _route(self, index: int, normed: Tensor) -> tuple[Tensor, Tensor]:

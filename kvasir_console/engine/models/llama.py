@@ -34,7 +34,8 @@ from kvasir_console.engine.checkpoint.shape import ModelShape
 from kvasir_console.engine.experts import ExpertBank, ExpertCompute, local_experts
 from kvasir_console.engine.kernels import rms_norm, rotate_pairs, swiglu, turns
 from kvasir_console.engine.kvcache import Span, positions
-from kvasir_console.engine.linear import Linear, Table
+from kvasir_console.engine.linear import Linear
+from kvasir_console.engine.models.ends import Ends
 from kvasir_console.engine.models.fused import fuse, packed
 from kvasir_console.engine.models.rope import frequencies
 from kvasir_console.engine.native import DecoderLayer
@@ -89,19 +90,10 @@ class Llama:
     def __init__(
         self, read: WindowReader, shape: ModelShape, begin: int, end: int, banks: Mapping[int, ExpertBank]
     ) -> None:
-        first, last = begin == 0, end == shape.n_layer
         self._shape = shape
         self._begin = begin
-        self._embedding: Table | None = None  # (V, D)
-        self._output: Linear | None = None  # (V, D)
-        if last and shape.tied_output:
-            self._embedding, self._output = read.tied("token_embd.weight", lookups=first)
-        elif first:
-            self._embedding = read.table("token_embd.weight")
+        self._ends = Ends.load(read, shape, begin, end)
         self._blocks = [Block.load(read, layer) for layer in range(begin, end)]
-        if last:
-            self._output_norm = read.vector("output_norm.weight")  # (D,)
-            self._output = self._output or read.matrix("output.weight")
         self._frequencies = frequencies(read, shape)  # (rope_dim / 2,) f64
         self._scale = shape.head_dim**-0.5
         self._own_experts = local_experts(banks)
@@ -119,8 +111,7 @@ class Llama:
 
     def embed(self, tokens: Tensor) -> Tensor:
         """(T,) to (T, D)."""
-        assert self._embedding is not None  # noqa: S101 - the stage refuses before
-        return self._embedding.rows(tokens)
+        return self._ends.embed(tokens)
 
     def forward(self, hidden: Tensor, spans: Sequence[Span], experts: ExpertCompute | None) -> Tensor:
         """(T, D) to (T, D); rows were reserved in the spans' caches and are committed by the caller.
@@ -151,8 +142,7 @@ class Llama:
 
     def head(self, hidden: Tensor) -> Tensor:
         """(R, D) to (R, V)."""
-        assert self._output is not None  # noqa: S101 - the stage refuses before
-        return self._output(rms_norm(hidden, self._output_norm, self._shape.norm_eps))
+        return self._ends.head(hidden)
 
     def _attention(self, block: Block, index: int, x: Tensor, angles: Tensor, attend: Attention) -> Tensor:
         H, J, h = self._shape.n_head, self._shape.n_head_kv, self._shape.head_dim

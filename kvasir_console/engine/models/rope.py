@@ -9,6 +9,8 @@ from kvasir_console.engine.checkpoint.shape import ModelShape
 from kvasir_console.engine.weights import WindowReader
 from kvasir_console.errors import ModelError
 
+_FACTORS = "rope_freqs.weight"
+
 
 def geometric(base: float, rope_dim: int) -> Tensor:
     """Angle per position of each pair, (rope_dim / 2,) f64: from 1 down to almost 1 / base."""
@@ -17,11 +19,23 @@ def geometric(base: float, rope_dim: int) -> Tensor:
 
 
 def frequencies(read: WindowReader, shape: ModelShape) -> Tensor:
-    """Angle per position of each pair, (rope_dim / 2,) f64, with the file's linear scaling and per-pair factors."""
+    """Angle per position of each pair, (rope_dim / 2,) f64, with the file's linear scaling and per-pair factors.
+
+    Raises:
+        ModelError: ``unsupported_rope_scaling``; ``model_contradictory`` for factors that do not fit the pairs.
+    """
     plain = geometric(shape.rope_freq_base, shape.rope_dim) / _linear_scaling(read, shape.architecture)
-    if "rope_freqs.weight" not in read:
+    if _FACTORS not in read:
         return plain
-    return plain / read.vector("rope_freqs.weight").cpu().double()
+    factors = read.vector(_FACTORS).cpu().double()
+    if len(factors) != len(plain) or not bool(((factors > 0) & factors.isfinite()).all()):
+        raise ModelError(
+            "model_contradictory",
+            f"{_FACTORS} holds {len(factors)} values, not the {len(plain)} finite ones above 0 of "
+            f"{shape.architecture}.rope.dimension_count {shape.rope_dim}.",
+            "The file is damaged; fetch it again.",
+        )
+    return plain / factors
 
 
 def _linear_scaling(read: WindowReader, architecture: str) -> float:

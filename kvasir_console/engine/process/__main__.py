@@ -20,6 +20,7 @@ def main() -> None:
     parser.add_argument("--name", required=True, help="name of this engine's sockets")
     parser.add_argument("--threads", type=int, default=0, help="compute threads (0: physical cores)")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--expert-device", default="", help="where routed experts are, if not on --device")
     parser.add_argument("--kernels", default="auto", help="auto, native, eager or reference")
     parser.add_argument("--kv-type", default="f32", help="f32, f16, bf16 or q8_0")
     arguments = parser.parse_args()
@@ -37,7 +38,7 @@ def main() -> None:
     torch.set_num_interop_threads(1)
 
     async def serve() -> None:
-        compute = ComputeOptions(arguments.device, arguments.kernels, arguments.kv_type)
+        compute = ComputeOptions(arguments.device, arguments.kernels, arguments.kv_type, arguments.expert_device)
         engine = Engine(arguments.runtime, compute)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):

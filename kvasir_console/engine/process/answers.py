@@ -1,4 +1,8 @@
-"""Tokens that rank 0 of a ring waits for, and errors that come instead."""
+"""Tokens that rank 0 of a ring waits for, and errors that come instead.
+
+A request waits for one step at a time. Tokens may come twice, late, or for a step that was given up: only those of the
+step that waits are taken, each once.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,9 @@ from kvasir_console.errors import EngineError, KvasirError
 
 @dataclass(frozen=True, slots=True)
 class _Expected:
+    step: int
+    position: int
+    """Of the first token."""
     count: int
     tokens: list[int]
     done: asyncio.Future[list[int]]
@@ -23,21 +30,26 @@ class Answers:
         self._expected: dict[int, _Expected] = {}
         self._failed: dict[int, KvasirError] = {}
 
-    def expect(self, request_id: int, count: int) -> asyncio.Future[list[int]]:
-        """What the future holds: ``count`` tokens, or the error that came instead or had come before."""
+    def expect(self, request_id: int, step: int, position: int, count: int) -> asyncio.Future[list[int]]:
+        """What the future holds: tokens for ``count`` positions, or the error that came instead or had come before."""
         done: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
         if (error := self._failed.pop(request_id, None)) is not None:
             done.set_exception(error)
         elif count == 0:
             done.set_result([])
         else:
-            self._expected[request_id] = _Expected(count, [], done)
+            self._expected[request_id] = _Expected(step, position, count, [], done)
         return done
 
-    def receive(self, request_id: int, token: int) -> None:
-        """A token came from the last rank. One for nobody was for a request that is gone."""
+    def waits(self, request_id: int) -> tuple[int, int] | None:
+        """The step that the request waits for, and the position of the next token of its answer."""
         expected = self._expected.get(request_id)
-        if expected is None:
+        return None if expected is None else (expected.step, expected.position + len(expected.tokens))
+
+    def receive(self, request_id: int, step: int, position: int, token: int) -> None:
+        """A token came from the last rank. One that nobody waits for was sent twice, or for a request that is gone."""
+        expected = self._expected.get(request_id)
+        if expected is None or (step, position) != (expected.step, expected.position + len(expected.tokens)):
             return
         if token >= self._n_vocab:
             trouble = EngineError("bad_token", f"The ring's last rank chose {token}, which is no token.", "Ask again.")

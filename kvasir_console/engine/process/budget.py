@@ -25,7 +25,9 @@ class KvBudget:
     def __init__(self, total_bytes: int) -> None:
         if total_bytes < 1:
             raise EngineError(
-                "bad_kv_budget", f"A budget of {total_bytes} bytes holds no keys and values.", "Set kv_budget_bytes."
+                "bad_kv_budget",
+                f"A budget of {total_bytes} bytes holds no keys and values.",
+                "Set engine.kv_budget_mib.",
             )
         self.total_bytes = total_bytes
         self.reserved_bytes = 0
@@ -36,8 +38,8 @@ class KvBudget:
         if n_bytes > self.total_bytes:
             raise RequestError(
                 "kv_budget_exceeded",
-                f"The request's keys and values would take {n_bytes} bytes; this engine's budget is "
-                f"{self.total_bytes}.",
+                f"The request's keys and values would take {n_bytes} bytes; this engine has {self.total_bytes} for "
+                "them, of all requests together.",
                 "Shorten the prompt or lower max_tokens.",
             )
 
@@ -61,14 +63,32 @@ class KvBudget:
         return self.kept_bytes - allowed
 
 
-def default_budget_bytes(device: torch.device | str) -> int:
-    """``FREE_SHARE`` of the memory that is free on ``device`` now, a container's limit included."""
+def budget_of(wanted_bytes: int, device: torch.device | str, sharers: int = 1) -> KvBudget:
+    """What the owner wants, or (0) this engine's part of ``FREE_SHARE`` of what is free on ``device`` now.
+
+    Args:
+        sharers: how many engines of this machine have to share that.
+
+    Raises:
+        EngineError: ``kv_budget_too_large``; more is wanted than is free, which would end in the middle of a request.
+    """
+    free = free_bytes(device)
+    if wanted_bytes > free:
+        raise EngineError(
+            "kv_budget_too_large",
+            f"engine.kv_budget_mib asks for {wanted_bytes} bytes of keys and values; {free} are free on {device}.",
+            "Lower it, set it to 0, or set engine.kv_type to a smaller kind.",
+        )
+    return KvBudget(wanted_bytes or max(1, int(free * FREE_SHARE) // max(1, sharers)))
+
+
+def free_bytes(device: torch.device | str) -> int:
+    """Bytes that are free on ``device`` now, a container's limit included."""
     device = torch.device(device)
     if device.type == "cuda":
-        free_bytes: int = torch.cuda.mem_get_info(device)[0]
-    else:
-        free_bytes = min(int(psutil.virtual_memory().available), cgroup_free_bytes(Path("/sys/fs/cgroup")))
-    return max(1, int(free_bytes * FREE_SHARE))
+        free: int = torch.cuda.mem_get_info(device)[0]
+        return free
+    return min(int(psutil.virtual_memory().available), cgroup_free_bytes(Path("/sys/fs/cgroup")))
 
 
 def cgroup_free_bytes(root: Path) -> int:

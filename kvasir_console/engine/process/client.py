@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import math
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,6 +33,9 @@ class GenerateRequest:
     ``session`` names a conversation: keys and values of its prompts are kept for it, and reused by it alone. Without a
     name they are shared by all requests without one.
     ``speculation`` (``auto``, ``on``, ``off``) changes how many tokens come out of a step, never which.
+    ``key`` names the request wherever it is kept: the engine keeps one with a key while nobody follows it, and whoever
+    asks again with the same key goes on after ``resumed``, the tokens that were seen. An engine that does not have it
+    begins with those tokens; the prompt should then be the ``prompt_tokens`` that the first one told.
     ``experts`` is ``network`` (dispatch what remote sessions hold) or ``local`` (compute all here); ``trace`` keeps
     the logits of every sampled position and names the ``.npy`` file that holds them, (tokens, vocabulary) f32.
     """
@@ -56,6 +60,8 @@ class GenerateRequest:
     speculation: str = "auto"
     experts: str = "network"
     trace: bool = False
+    key: int = 0
+    resumed: tuple[int, ...] = ()
 
     def to_fields(self) -> Message:
         """The request as it crosses the control stream: fields that say something, so that an older engine that knows
@@ -130,6 +136,8 @@ class EngineClient:
         self._ids = itertools.count(1)
         self._waiting: dict[int, asyncio.Queue[Message | None]] = {}
         self._closed = False
+        self.on_event: Callable[[Message], None] | None = None
+        """Told of events that answer no request (``quarantined``)."""
         self._task = asyncio.create_task(self._read(), name="engine-client")
 
     @classmethod
@@ -175,13 +183,21 @@ class EngineClient:
                     progress(int(message["done_bytes"]), int(message["total_bytes"]))
         raise _gone()
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenEvent | DoneEvent, None]:
-        """Token events, then one ``DoneEvent``. Closing the iterator before its end cancels the request."""
+    async def generate(
+        self, request: GenerateRequest, on_prompt: Callable[[tuple[int, ...]], None] | None = None
+    ) -> AsyncGenerator[TokenEvent | DoneEvent, None]:
+        """Token events, then one ``DoneEvent``. Closing the iterator before its end cancels the request.
+
+        Args:
+            on_prompt: told the prompt's token ids once the request is accepted, if it has a ``key``.
+        """
         finished = False
         async with self._exchange("generate", request.to_fields()) as messages:
             try:
                 async for message in messages:
                     match message.get("event"):
+                        case None if on_prompt is not None and request.key:
+                            on_prompt(tuple(int(token) for token in message["prompt_token_ids"]))
                         case "token":
                             yield _token(message)
                         case "done":
@@ -208,8 +224,9 @@ class EngineClient:
         info: Message = (await self.call("info"))["info"]
         return info
 
-    async def stats(self) -> Message:
-        return await self.call("stats")
+    async def stats(self, *, experts: bool = False) -> Message:
+        """The process's counters; with ``experts`` also how often each expert was chosen, layer by layer."""
+        return await self.call("stats", **({"experts": True} if experts else {}))
 
     async def coverage(self) -> list[Message]:
         sessions: list[Message] = (await self.call("coverage"))["sessions"]
@@ -247,6 +264,8 @@ class EngineClient:
                 queue = self._waiting.get(message.get("id", 0))
                 if queue is not None:
                     queue.put_nowait(message)
+                elif self.on_event is not None and "event" in message and not message.get("id"):
+                    self.on_event(message)
         except (OSError, EOFError, KvasirError):
             pass  # the stream ended; whoever still waits is told by the None below
         finally:
@@ -286,7 +305,11 @@ def _token(message: Message) -> TokenEvent:
 
 
 def _logprob(message: Message) -> TokenLogprob:
-    return TokenLogprob(message["token"], message["logprob"], tuple(message["piece"]))
+    """Raises ``ValueError`` or ``TypeError`` for what is none."""
+    logprob, piece = float(message["logprob"]), message["piece"]
+    if math.isnan(logprob) or not isinstance(piece, list):
+        raise ValueError("this is no log probability")
+    return TokenLogprob(message["token"], logprob, tuple(bytes(piece)))
 
 
 def _done(message: Message) -> DoneEvent:
@@ -304,11 +327,11 @@ def _done(message: Message) -> DoneEvent:
         ttft_ms=message["ttft_ms"],
         decode_ms=message["decode_ms"],
         trace_path=message["trace_path"],
-        queued_ms=message.get("queued_ms", 0.0),
-        cached_tokens=message.get("cached_tokens", 0),
-        decode_steps=message.get("decode_steps", 0),
-        drafted_tokens=message.get("drafted_tokens", 0),
-        accepted_tokens=message.get("accepted_tokens", 0),
+        queued_ms=float(message.get("queued_ms", 0.0)),
+        cached_tokens=int(message.get("cached_tokens", 0)),
+        decode_steps=int(message.get("decode_steps", 0)),
+        drafted_tokens=int(message.get("drafted_tokens", 0)),
+        accepted_tokens=int(message.get("accepted_tokens", 0)),
     )
 
 

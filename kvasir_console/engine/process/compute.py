@@ -1,13 +1,20 @@
-"""One thread computes; the event loop does I/O. A reply's latency is then the network's, never a step's."""
+"""One thread computes at a time; the event loop does I/O. A reply's latency is then the network's, never a step's.
+
+Work that waits for a network may let other work compute meanwhile (``released``). It goes on as soon as whoever
+computes then pauses or ends, before work that has not begun.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import ctypes
-from collections.abc import Callable
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 
@@ -17,47 +24,111 @@ TRIM_AFTER_S = 1.0
 """Freed memory goes back to the system when nothing was computed for so long."""
 
 
+MAX_WAITING = 16
+"""Most work that may be in the middle of waiting for a network at once."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Item:
+    function: Callable[[], Any]
+    future: Future[Any]
+
+
 class Compute:
-    """The engine's compute thread. Work runs in the order it was asked for, without autograd."""
+    """The engine's turn to compute. Work begins in the order it was asked for, and runs without autograd: on one
+    thread, as long as none waits in the middle."""
 
     def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
+        self._pool = ThreadPoolExecutor(max_workers=MAX_WAITING, thread_name_prefix="compute")
+        self._turn = threading.Condition()
+        self._busy = False
+        self._returning = 0
+        self._working = 0
+        """Threads that compute or want to, not those that are released."""
+        self._items: deque[_Item] = deque()
         self._runs = 0
-        self._begun = 0
-        self._dropped = 0
 
     async def run(self, function: Callable[[], T]) -> T:
-        """Run ``function`` on the compute thread and await its value."""
-        self._runs += 1
-        future = self._pool.submit(self._run, function)
-        future.add_done_callback(self._over)
+        """Run ``function`` on a compute thread and await its value."""
+        self._runs += 1  # what ``freed`` looks at
+        future: Future[T] = Future()
+        with self._turn:
+            self._items.append(_Item(function, future))
+            self._hire()
         return await asyncio.wrap_future(future)
+
+    @contextlib.contextmanager
+    def released(self) -> Iterator[None]:
+        """Inside the block, on a compute thread, others may compute."""
+        with self._turn:
+            self._busy = False
+            self._working -= 1
+            self._hire()
+            self._turn.notify_all()
+        try:
+            yield
+        finally:
+            with self._turn:
+                self._working += 1
+                self._returning += 1
+                self._turn.wait_for(lambda: not self._busy)
+                self._returning -= 1
+                self._busy = True
 
     @property
     def wanted(self) -> bool:
-        """Whether other work waits for the thread; long work looks now and then, and queues anew."""
-        return self._begun + self._dropped < self._runs
+        """Whether other work waits to begin; long work looks now and then, and queues anew."""
+        return any(not item.future.cancelled() for item in list(self._items))
 
     def freed(self) -> None:
         """Much memory was freed. The allocator keeps it for the next request; if none comes, the system gets it."""
         asyncio.get_running_loop().call_later(TRIM_AFTER_S, self._trim_if_idle, self._runs)
 
     def close(self) -> None:
+        with self._turn:
+            items, self._items = list(self._items), deque()
+        for item in items:
+            item.future.cancel()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _over(self, future: Future[T]) -> None:
-        if future.cancelled():  # before it began; it was the event loop that did it
-            self._dropped += 1
+    def _hire(self) -> None:
+        """See that somebody does the work that waits. Called with the turn's lock."""
+        if self._items and not self._working:
+            self._working += 1
+            self._pool.submit(self._work)
 
-    def _run(self, function: Callable[[], T]) -> T:
-        self._begun += 1
-        with torch.inference_mode():
-            return function()
+    def _work(self) -> None:
+        """Do what has waited longest, until nothing waits or another thread is there to do it."""
+        while True:
+            with self._turn:
+                self._turn.wait_for(lambda: not self._busy and not self._returning)
+                if not self._items or self._working > 1:
+                    self._working -= 1
+                    return
+                self._busy = True
+                item = self._items.popleft()
+            try:
+                if item.future.set_running_or_notify_cancel():
+                    _carry_out(item)
+            finally:
+                with self._turn:
+                    self._busy = False
+                    self._turn.notify_all()
 
     def _trim_if_idle(self, runs: int) -> None:
         if runs == self._runs:
             with contextlib.suppress(RuntimeError):  # the thread is gone with its engine
                 self._pool.submit(_trim)
+
+
+def _carry_out(item: _Item) -> None:
+    try:
+        with torch.inference_mode():
+            value = item.function()
+    except BaseException as error:
+        item.future.set_exception(error)
+    else:
+        item.future.set_result(value)
 
 
 def _trim() -> None:

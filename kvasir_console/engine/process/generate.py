@@ -17,12 +17,13 @@ from typing import Any
 
 from kvasir_console.engine.chat import ChatTemplate
 from kvasir_console.engine.process.client import DoneEvent, GenerateRequest, TokenEvent, TokenLogprob
+from kvasir_console.engine.process.kept import Kept
 from kvasir_console.engine.process.pipeline import Choice, SequenceParams
 from kvasir_console.engine.process.request import sampling_of
 from kvasir_console.engine.process.scheduler import Progress, Scheduler
 from kvasir_console.engine.process.stop import StopScanner
 from kvasir_console.engine.tokens import Tokenizer
-from kvasir_console.errors import KvasirError, RequestError
+from kvasir_console.errors import EngineError, KvasirError, RequestError
 
 Event = TokenEvent | DoneEvent
 
@@ -46,11 +47,17 @@ class Generation:
         self._finish = "length"
         self._fresh: deque[TokenEvent] = deque()
         """Pushed from the compute thread, not shown yet."""
-        self._events: asyncio.Queue[Event | KvasirError] = asyncio.Queue()
+        self._shown: list[Event | KvasirError] = []
+        self._changed = asyncio.Event()
+        self._first_index = len(request.resumed)
         self._submitted = time.monotonic()
         self._admitted: float | None = None
         self._first: float | None = None
         self._last: float | None = None
+        self.complete = False
+        """Whether the resumed tokens are already the whole answer."""
+        for token in request.resumed:
+            self.complete = self._take(token) is None or self._over
 
     async def __aenter__(self) -> Generation:
         return self
@@ -60,15 +67,29 @@ class Generation:
     ) -> None:
         await self._scheduler.cancel(self)
 
-    async def __aiter__(self) -> AsyncIterator[Event]:
-        """Token events, then one ``DoneEvent``. Raises the error that ended the request."""
+    def __aiter__(self) -> AsyncIterator[Event]:
+        return self.follow(self._first_index)
+
+    async def follow(self, index: int) -> AsyncIterator[Event]:
+        """Token events from the token ``index`` of the answer on, then one ``DoneEvent``; any number may follow.
+
+        Raises:
+            KvasirError: what ended the request; ``EngineError`` (``request_exists``) if it began behind ``index``.
+        """
+        at = index - self._first_index
+        if at < 0:
+            raise EngineError("request_exists", "This request runs from a later token on.", "Ask anew.")
         while True:
-            event = await self._events.get()
-            if isinstance(event, KvasirError):
-                raise event
-            yield event
-            if isinstance(event, DoneEvent):
-                return
+            self._changed.clear()
+            for event in self._shown[at:]:
+                at += 1
+                if isinstance(event, KvasirError):
+                    raise event
+                yield event
+                if isinstance(event, DoneEvent):
+                    return
+            if at >= len(self._shown):
+                await self._changed.wait()
 
     def admitted(self) -> None:
         self._admitted = time.monotonic()
@@ -76,25 +97,38 @@ class Generation:
     def push(self, choice: Choice) -> bool:
         self._last = time.monotonic()
         self._first = self._first or self._last
-        if choice.token in self._ends:
-            self._finish = "stop"
+        text = self._take(choice.token)
+        if text is None:
             return True
-        self._tokens.append(choice.token)
-        text = self._text.push(self._decoder.push(choice.token))
         top = None if choice.logprob is None else tuple(self._logprob(*each) for each in choice.top)
         logprob = None if choice.logprob is None else self._logprob(choice.token, choice.logprob)
         self._fresh.append(TokenEvent(len(self._tokens) - 1, choice.token, text, logprob, top))
+        return self._over
+
+    def _take(self, token: int) -> str | None:
+        """The next token of the answer: its text, or ``None`` if it is the end and no part of it."""
+        if token in self._ends:
+            self._finish = "stop"
+            return None
+        self._tokens.append(token)
+        text = self._text.push(self._decoder.push(token))
         if self._text.stopped:
             self._finish = "stop"
-        return self._text.stopped or len(self._tokens) == self.max_tokens
+        return text
+
+    @property
+    def _over(self) -> bool:
+        return self._text.stopped or len(self._tokens) >= self.max_tokens
 
     def flush(self) -> None:
         while self._fresh:
-            self._events.put_nowait(self._fresh.popleft())
+            self._shown.append(self._fresh.popleft())
+        self._changed.set()
 
     def finish(self, error: KvasirError | None) -> None:
         self.flush()
-        self._events.put_nowait(self._done() if error is None else error)
+        self._shown.append(self._done() if error is None else error)
+        self._changed.set()
 
     def _logprob(self, token: int, logprob: float) -> TokenLogprob:
         return TokenLogprob(token, logprob, tuple(self._tokenizer.piece(token)))
@@ -144,6 +178,7 @@ class Generator:
         self._context_length = context_length
         self._trace_directory = trace_directory
         self._traces = 0
+        self.kept = Kept()
 
     async def tokenize(self, request: GenerateRequest) -> list[int]:
         """Prompt tokens of a request. A long text or a slow template keeps nobody else waiting.
@@ -154,13 +189,14 @@ class Generator:
         return await asyncio.to_thread(self._tokenize, request)
 
     async def close(self) -> None:
+        self.kept.close()
         await self.scheduler.close()
         self._template.close()
 
     def _tokenize(self, request: GenerateRequest) -> list[int]:
         if request.prompt_tokens is not None:
             tokens = list(request.prompt_tokens)
-            if any(not 0 <= token < self._tokenizer.n_vocab for token in tokens):
+            if any(not 0 <= token < self._tokenizer.n_vocab for token in (*tokens, *request.resumed)):
                 raise RequestError("token_out_of_range", f"prompt_tokens must be in [0, {self._tokenizer.n_vocab}).")
         elif request.messages is not None:
             tokens = self._tokenizer.encode(self._template.render(list(request.messages)))
@@ -196,9 +232,14 @@ class Generator:
             trace=trace,
             logprobs=request.logprobs,
             session=request.session,
+            key=request.key,
+            resumed=request.resumed,
         )
         generation = Generation(request, params, self._tokenizer, self.scheduler)
-        self.scheduler.submit(generation)
+        if generation.complete:
+            generation.finish(None)
+        else:
+            self.scheduler.submit(generation)
         return generation
 
 

@@ -2,38 +2,51 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from kvasir_console.engine.chat import ChatTemplate
-from kvasir_console.engine.checkpoint.digest import model_digest
+from kvasir_console.engine.checkpoint.digest import model_digest, slice_digest
 from kvasir_console.engine.checkpoint.gguf import Checkpoint
 from kvasir_console.engine.checkpoint.shape import ModelShape
 from kvasir_console.engine.choice import choose
 from kvasir_console.engine.experts import ExpertBank
 from kvasir_console.engine.forms import Forms
-from kvasir_console.engine.process.budget import KvBudget, default_budget_bytes
+from kvasir_console.engine.kvcache import BLOCK_ROWS
+from kvasir_console.engine.process.budget import budget_of
 from kvasir_console.engine.process.compute import Compute
 from kvasir_console.engine.process.expert_server import ExpertServer
 from kvasir_console.engine.process.generate import Generator
+from kvasir_console.engine.process.groups import Groups
 from kvasir_console.engine.process.local import LocalPipeline
-from kvasir_console.engine.process.pipeline import Pipeline
+from kvasir_console.engine.process.pipeline import MAX_RING_SEQUENCES, MAX_SEQUENCES, Pipeline
 from kvasir_console.engine.process.ring import RingConfig, RingNode
 from kvasir_console.engine.process.ring_pipeline import RingPipeline
+from kvasir_console.engine.process.roster import Policy
 from kvasir_console.engine.process.router import Router
 from kvasir_console.engine.process.scheduler import MAX_QUEUE, Scheduler
+from kvasir_console.engine.process.served import HeldBank
+from kvasir_console.engine.process.worker import UNKNOWN_DIGEST, DigestOf, Slice
 from kvasir_console.engine.stage import Stage
 from kvasir_console.engine.tokens import Tokenizer
-from kvasir_console.errors import EngineError, ModelError
+from kvasir_console.errors import EngineError, KvasirError, ModelError
 from kvasir_console.paths import Paths
 from kvasir_console.relay.wire.preamble import Wire
+from kvasir_console.relay.wire.values import Dtype
 
+log = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]
+Announce = Callable[[dict[str, Any]], None]
+MAX_SLICES = 64
+"""Most banks of experts in one engine."""
 CONTEXT_CAP = 8192
 """A request never takes more positions than this unless the owner's configuration says so."""
 
@@ -45,11 +58,29 @@ class ComputeOptions:
     device: str = "cpu"
     kernels: str = "auto"
     kv_type: str = "f32"
+    expert_device: str = ""
+    """Where routed experts are held and computed; empty for ``device``."""
 
-    def forms(self) -> Forms:
-        """The first time on a machine this compiles for some seconds. Raises ``EngineError``."""
+    def check(self) -> None:
+        """Raises ``EngineError`` (``no_such_device``) for a device that this machine does not have."""
+        for device in filter(None, (self.device, self.expert_device)):
+            try:
+                torch.empty(1, device=device)
+            except (RuntimeError, AssertionError, NotImplementedError) as error:
+                raise EngineError(
+                    "no_such_device",
+                    f"Nothing can be computed on {device!r:.40}: {str(error).splitlines()[0]:.200}",
+                    "Set engine.device and engine.expert_device to devices that torch has here, such as cpu.",
+                ) from error
+
+    def forms(self, device: str) -> Forms:
+        """How matrices on a device are held. The first time on a machine this compiles for some seconds.
+
+        Raises:
+            EngineError: the kernels that the owner asked for cannot be had.
+        """
         cache = Paths.from_environment().kernels
-        return choose(self.kernels, device=self.device, cache=cache, threads=torch.get_num_threads())
+        return choose(self.kernels, device=device, cache=cache, threads=torch.get_num_threads())
 
 
 @dataclass(slots=True)
@@ -58,7 +89,7 @@ class Loaded:
 
     info: dict[str, Any]
     stage: Stage | None = None
-    bank: ExpertBank | None = None
+    banks: tuple[ExpertBank, ...] = ()
     router: Router | None = None
     ring: RingNode | None = None
     generator: Generator | None = None
@@ -68,6 +99,8 @@ class Loaded:
         """Let go of requests, edges and the template's child process."""
         if self.ring is not None:
             self.ring.leave()
+        if self.router is not None:
+            self.router.close()
         if self.generator is not None:
             await self.generator.close()
 
@@ -81,52 +114,116 @@ class Loaded:
     @property
     def tensor_bytes(self) -> int:
         """Bytes of weights held now, each storage counted once."""
-        held = self.stage or self.bank
-        return 0 if held is None else held.tensor_bytes
+        held: list[Stage | ExpertBank] = [*self.banks, *([self.stage] if self.stage else [])]
+        return sum(each.tensor_bytes for each in held)
+
+    def activations(self) -> list[dict[str, Any]]:
+        """How often each expert that is held here was chosen since the load, layer by layer.
+
+        ``pairs`` were computed here, ``pairs_remote`` by sessions of this trunk; both count from ``begin``. Two numbers
+        an expert are all that is ever kept.
+        """
+        remote = {} if self.router is None else self.router.pairs_remote
+        banks = self.banks or ([] if self.stage is None else self.stage.banks.values())
+        return [
+            {
+                "layer": bank.layer,
+                "begin": bank.begin,
+                "end": bank.end,
+                "pairs": bank.pairs.tolist(),
+                "pairs_remote": remote[bank.layer].tolist() if bank.layer in remote else [0] * len(bank.pairs),
+            }
+            for bank in banks
+        ]
 
 
 async def load(
-    fields: dict[str, Any], compute: Compute, runtime: Path, options: ComputeOptions, progress: Progress
+    fields: dict[str, Any],
+    compute: Compute,
+    runtime: Path,
+    options: ComputeOptions,
+    progress: Progress,
+    announce: Announce = lambda _: None,
 ) -> Loaded:
-    """Carry out a ``load`` verb. Raises ``ModelError`` for a bad file, ``EngineError`` for a bad request."""
+    """Carry out a ``load`` verb; ``announce`` takes events that answer no request.
+
+    Raises ``ModelError`` for a bad file, ``EngineError`` for a bad request.
+    """
     try:
-        path, role = Path(fields["path"]), str(fields["role"])
+        role = str(fields["role"])
+        options.check()
         if role == "experts":
-            return await _load_experts(path, fields, compute, options)
+            return await _load_experts(fields, compute, options)
         if role == "stage":
-            return await _load_stage(path, fields, compute, runtime, options, progress)
+            return await _load_stage(Path(fields["path"]), fields, compute, runtime, options, progress, announce)
     except (KeyError, TypeError, ValueError) as error:
         raise EngineError("bad_load_request", f"The load request is incomplete or malformed: {error!r}.") from error
     raise EngineError("unknown_role", f"An engine loads 'stage' or 'experts', not {role!r}.")
 
 
-async def _load_experts(path: Path, fields: dict[str, Any], compute: Compute, options: ComputeOptions) -> Loaded:
-    layer, (begin, end) = int(fields["layer"]), fields["experts"]
+async def _load_experts(fields: dict[str, Any], compute: Compute, options: ComputeOptions) -> Loaded:
+    """One bank, or with ``slices`` several: of any layers, ranges and models, each from a file of its own or not."""
+    slices = [_Slice.of(each, fields) for each in fields.get("slices") or [fields]]
+    if len(slices) > MAX_SLICES:
+        raise EngineError("too_many_slices", f"{len(slices)} slices are asked for; an engine holds {MAX_SLICES}.")
+    device = options.expert_device or options.device
     started = time.monotonic()
 
-    def read() -> tuple[ExpertBank, dict[str, Any]]:
-        with Checkpoint.open(path) as checkpoint:
-            bank = ExpertBank.load(
-                checkpoint, layer, int(begin), int(end), forms=options.forms(), device=options.device
-            )
-            return bank, _common(checkpoint, fields)
+    def read() -> list[tuple[HeldBank, dict[str, Any]]]:
+        forms = options.forms(device)
+        return [_read_bank(each, forms, device) for each in slices]
 
-    bank, info = await compute.run(read)
+    read_banks = await compute.run(read)
+    held = [bank for bank, _ in read_banks]
+    infos = [info for _, info in read_banks]
+    totals = {key: sum(info[key] for info in infos) for key in ("tensor_bytes", "tensor_count")}
+    info = infos[0] | totals | {"slices": infos, "layers": None, "load_s": time.monotonic() - started}
+    return Loaded(info=info, banks=tuple(each.bank for each in held), experts=ExpertServer(held, compute))
+
+
+@dataclass(frozen=True, slots=True)
+class _Slice:
+    """Experts [begin, end) of one layer of a file."""
+
+    path: Path
+    model: str
+    layer: int
+    begin: int
+    end: int
+
+    @classmethod
+    def of(cls, fields: dict[str, Any], load: dict[str, Any]) -> _Slice:
+        begin, end = fields["experts"]
+        path = Path(fields["path"] if "path" in fields else load["path"])
+        model = str(fields.get("model") or load.get("model") or path.stem)
+        return cls(path, model, int(fields["layer"]), int(begin), int(end))
+
+
+def _read_bank(part: _Slice, forms: Forms, device: str) -> tuple[HeldBank, dict[str, Any]]:
+    with Checkpoint.open(part.path) as checkpoint:
+        bank = ExpertBank.load(checkpoint, part.layer, part.begin, part.end, forms=forms, device=device)
+        info = _common(checkpoint, {"model": part.model})
+        digest = slice_digest(checkpoint, part.layer, part.begin, part.end)
     info |= {
         "n_embd": bank.n_embd,
         "n_ff": bank.n_ff,
         "layer": bank.layer,
         "experts": [bank.begin, bank.end],
-        "layers": None,
         "tensor_bytes": bank.tensor_bytes,
         "tensor_count": 3,
-        "load_s": time.monotonic() - started,
+        "shard_digest": digest.hex(),
     }
-    return Loaded(info=info, bank=bank, experts=ExpertServer(bank, compute))
+    return HeldBank(bank, bytes.fromhex(info["model_digest"]), digest), info
 
 
 async def _load_stage(
-    path: Path, fields: dict[str, Any], compute: Compute, runtime: Path, options: ComputeOptions, progress: Progress
+    path: Path,
+    fields: dict[str, Any],
+    compute: Compute,
+    runtime: Path,
+    options: ComputeOptions,
+    progress: Progress,
+    announce: Announce,
 ) -> Loaded:
     begin, end = (int(layer) for layer in fields["layers"])
     started = time.monotonic()
@@ -137,8 +234,10 @@ async def _load_stage(
                 checkpoint,
                 begin,
                 end,
-                forms=options.forms(),
+                forms=options.forms(options.device),
                 device=options.device,
+                expert_forms=options.forms(options.expert_device) if options.expert_device else None,
+                experts_device=options.expert_device or None,
                 kv_type=options.kv_type,
                 progress=progress,
             )
@@ -160,22 +259,38 @@ async def _load_stage(
         "tensor_count": len(stage.tensor_names),
         "load_s": time.monotonic() - started,
     }
-    budget = KvBudget(int(fields.get("kv_budget_bytes") or 0) or default_budget_bytes(options.device))
-    info |= {"kv_budget_bytes": budget.total_bytes, "kv_type": options.kv_type}
+    budget = budget_of(int(fields.get("kv_budget_bytes") or 0), options.device, int(fields.get("kv_sharers") or 1))
+    info |= {
+        "kv_budget_bytes": budget.total_bytes,
+        "kv_tokens": budget.total_bytes // stage.cache_bytes(BLOCK_ROWS) * BLOCK_ROWS,
+        "kv_type": options.kv_type,
+    }
     loaded = Loaded(info=info, stage=stage)
     digest = bytes.fromhex(info["model_digest"])
     pipeline: Pipeline
-    if ring := fields.get("ring"):
-        loaded.ring = RingNode(RingConfig(**ring), stage, digest, compute, budget)
-        pipeline = RingPipeline(loaded.ring, stage, compute)
-    elif stage.first and stage.last:
+    policy = Policy.parse(fields.get("dispatch_policy") or {})
+    ring = fields.get("ring")
+    if stage.banks or not ring:
+        # Whoever holds a MoE layer owns its router, a ring's stage as much as a trunk.
         loaded.router = Router(
             stage,
             digest,
-            wire=Wire[str(fields.get("dispatch_wire", "v2")).upper()],
+            wire=Wire[str(fields.get("dispatch_wire", "v3")).upper()],
+            dtype=Dtype[str(fields.get("dispatch_dtype", "f32")).upper()],
+            digest_of=_digests_of(path),
             timeout_s=float(fields.get("dispatch_timeout_s", 10.0)),
+            policy=policy,
+            # A ring's frames of one sequence may follow each other closely: they are computed one after the other.
+            released=contextlib.nullcontext if ring else compute.released,
+            evidence_directory=Path(fields.get("evidence_directory") or runtime / "evidence"),
+            on_quarantine=lambda facts: announce({"event": "quarantined", **facts}),
         )
-        pipeline = LocalPipeline(stage, compute, budget, loaded.router)
+    if ring:
+        loaded.ring = RingNode(RingConfig(**ring), stage, digest, compute, budget, loaded.router)
+        info["kv_tokens"] = budget.total_bytes // loaded.ring.window.n_bytes(BLOCK_ROWS) * BLOCK_ROWS
+        pipeline = RingPipeline(loaded.ring, stage, compute)
+    elif stage.first and stage.last:
+        pipeline = LocalPipeline(stage, compute, budget, loaded.router, Groups(policy.groups))
     else:
         raise ModelError(
             "window_without_ring",
@@ -183,11 +298,35 @@ async def _load_stage(
             "A partial window serves as a stage of a ring; a trunk loads every layer.",
         )
     if tokenizer is not None and template is not None:
-        scheduler = Scheduler(pipeline, max_queue=int(fields.get("max_queue", MAX_QUEUE)))
+        scheduler = Scheduler(
+            pipeline,
+            max_queue=int(fields.get("max_queue", MAX_QUEUE)),
+            max_running=MAX_RING_SEQUENCES if ring else MAX_SEQUENCES,
+        )
         loaded.generator = Generator(
             scheduler, tokenizer, template, context_length=context_length, trace_directory=runtime
         )
     return loaded
+
+
+def _digests_of(path: Path) -> DigestOf:
+    """Shard digests of slices of the model at ``path``, each computed once, off the loop."""
+    known: dict[Slice, bytes] = {}
+
+    def read(held: Slice) -> bytes:
+        try:
+            with Checkpoint.open(path) as checkpoint:
+                return slice_digest(checkpoint, held.layer, held.begin, held.end)
+        except (OSError, KvasirError) as error:
+            log.warning("the digest of layer %d experts [%d, %d) is not known: %s", *astuple(held), error)
+            return UNKNOWN_DIGEST
+
+    async def digest_of(held: Slice) -> bytes:
+        if held not in known:
+            known[held] = await asyncio.to_thread(read, held)
+        return known[held]
+
+    return digest_of
 
 
 def _common(checkpoint: Checkpoint, fields: dict[str, Any]) -> dict[str, Any]:

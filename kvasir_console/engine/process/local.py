@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +21,7 @@ from torch import Tensor
 from kvasir_console.engine.kvcache import KVCache
 from kvasir_console.engine.process.budget import KvBudget
 from kvasir_console.engine.process.compute import Compute
+from kvasir_console.engine.process.groups import Groups
 from kvasir_console.engine.process.pipeline import (
     LOGIT_BYTES,
     Choice,
@@ -56,14 +59,24 @@ class LocalPipeline:
     """All layers in this process. Its state belongs to whoever drives it: the event loop or, while that awaits
     ``run``, the compute thread."""
 
-    depth = 1
     interruptible = False
 
-    def __init__(self, stage: Stage, compute: Compute, budget: KvBudget, router: Router | None = None) -> None:
+    def __init__(
+        self,
+        stage: Stage,
+        compute: Compute,
+        budget: KvBudget,
+        router: Router | None = None,
+        groups: Groups | None = None,
+    ) -> None:
         self._stage = stage
         self._compute = compute
         self._budget = budget
         self._router = router
+        self._groups = groups or Groups()
+        self._open = 0
+        self._books = threading.Lock()
+        """Over the store and the budget: with several groups, sequences come and go while others compute."""
         self._store = PrefixStore()
         self._block_bytes = stage.cache_bytes(PREFILL_CHUNK)
         self._pairs_per_row = len(stage.banks) * stage.shape.n_expert_used
@@ -71,6 +84,11 @@ class LocalPipeline:
         self._exact = stage.row_invariant
         self._logit_rows = max(1, LOGIT_BYTES // (4 * stage.shape.n_vocab)) if self._exact else 1
         self._max_draft = MAX_DRAFT if self._exact else 0
+
+    @property
+    def depth(self) -> int:
+        """As many steps as there are groups, while experts are elsewhere."""
+        return self._groups.count if self._router is not None and self._router.live else 1
 
     def check(self, params: SequenceParams) -> None:
         self._budget.check(self._stage.cache_bytes(params.capacity))
@@ -81,34 +99,44 @@ class LocalPipeline:
     def draft_limit(self, params: SequenceParams) -> int:
         return self._max_draft if params.trace is None else 0
 
-    def network_bound(self, params: SequenceParams) -> bool:
-        return params.experts == "network" and self._router is not None and self._router.live
+    def network_bound(self, params: SequenceParams) -> bool:  # noqa: ARG002 - the seam has it
+        """Never: a drafted row that is wrong costs its pay, a step without drafts costs a round trip for each token.
+        Steps are measured with their round trips, so drafts get longer where those are long."""
+        return False
 
     async def open(self, params: SequenceParams) -> LocalSequence:
         n_bytes = self._stage.cache_bytes(params.capacity)
         # The last token's row is always computed: something has to be chosen after it.
-        found = self._store.find(list(params.prompt_tokens[:-1]), params.session)
-        if found is None:
-            cache, reused = self._stage.new_cache(params.capacity), 0
-        else:
-            kept, reused = found
-            cache = kept.fork(reused, params.capacity)
-        self._budget.reserve(n_bytes)
-        self._shrink_store()
-        return LocalSequence(params, cache, reused, n_bytes, list(params.prompt_tokens))
+        with self._books:
+            found = self._store.find(list(params.prompt_tokens[:-1]), params.session)
+            if found is None:
+                cache, reused = self._stage.new_cache(params.capacity), 0
+            else:
+                kept, reused = found
+                cache = kept.fork(reused, params.capacity)
+            self._budget.reserve(n_bytes)
+            self._shrink_store()
+        self._open += 1
+        return LocalSequence(params, cache, reused, n_bytes, [*params.prompt_tokens, *params.resumed])
 
     async def run(self, feeds: list[Feed], more: More) -> None:
+        while feeds and self.depth > 1:
+            feeds = more(await self._compute.run(functools.partial(self._step, feeds)))
         while feeds:
             feeds = await self._compute.run(functools.partial(self._steps, feeds, more))
 
     async def close(self, sequence: LocalSequence) -> str | None:
+        self._open -= 1
         if self._exact and not sequence.failed:
             # Generated rows too: here a row has the same bits decoded as it has in a prompt.
             tokens = sequence.history[: sequence.cache.length]
-            if missing := self._store.missing(tokens, sequence.params.session):
+            with self._books:
+                missing = self._store.missing(tokens, sequence.params.session)
+            if missing:
                 self._keep(sequence, missing)
         del sequence.cache
-        self._budget.release(sequence.reserved_bytes)
+        with self._books:
+            self._budget.release(sequence.reserved_bytes)
         self._compute.freed()
         path = sequence.params.trace
         if path is None or not sequence.logits:
@@ -118,6 +146,7 @@ class LocalPipeline:
 
     def stats(self) -> dict[str, Any]:
         return {
+            "groups": self.depth,
             "kv": {
                 "budget_bytes": self._budget.total_bytes,
                 "reserved_bytes": self._budget.reserved_bytes,
@@ -161,11 +190,18 @@ class LocalPipeline:
         tally = StepTally(
             [feed.sequence.params.experts == "network" for feed in feeds for _ in range(len(feed.tokens))]
         )
+        if self._router is not None:
+            self._router.observe(self._open)
+        started = time.perf_counter()
         if self._router is not None and self._router.live and tally.network.any():
             hidden = self._stage.forward(hidden, spans, self._router.expert_compute(tally))
+            tally.rest_local(len(self._stage.banks), self._stage.shape.n_expert_used)
         else:
             hidden = self._stage.forward(hidden, spans)
             tally.local_everywhere(self._pairs_per_row)
+        if all(feed.choices == len(feed.tokens) for feed in feeds):
+            computed_s = time.perf_counter() - started - tally.spent_s
+            self._groups.record(computed_s, tally.waited_s, self._open)
         ends = np.cumsum([len(feed.tokens) for feed in feeds])
         wanted = [row for feed, end in zip(feeds, ends, strict=True) for row in range(end - feed.choices, end)]
         logits = self._logits(hidden, wanted)
@@ -198,8 +234,9 @@ class LocalPipeline:
         ends = {index: (index + 1) * PREFILL_CHUNK for index in blocks}
         forks = {index: sequence.cache.fork(end, end) for index, end in ends.items()}
         tokens = sequence.history[: ends[blocks[-1]]]
-        self._store.put(tokens, sequence.params.session, forks, self._block_bytes)
-        self._shrink_store()
+        with self._books:
+            self._store.put(tokens, sequence.params.session, forks, self._block_bytes)
+            self._shrink_store()
 
     def _shrink_store(self) -> None:
         self._budget.kept_bytes = self._store.n_bytes

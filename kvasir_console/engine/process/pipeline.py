@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 
 __all__ = [
     "LOGIT_BYTES",
+    "MAX_RING_SEQUENCES",
     "MAX_SEQUENCES",
     "PREFILL_CHUNK",
     "Admitted",
@@ -35,7 +36,9 @@ __all__ = [
 ]
 
 MAX_SEQUENCES = 64
-"""Most sequences that run at once; further ones wait."""
+"""Most sequences that run at once in one process; further ones wait."""
+MAX_RING_SEQUENCES = 256
+"""Most sequences of a ring: some are on the network while others are computed."""
 LOGIT_BYTES = 64 * 2**20
 """Logits are computed for at most so many bytes of rows at a time."""
 
@@ -53,6 +56,10 @@ class SequenceParams:
     logprobs: int | None = None
     """Number of alternatives to report with each token's log probability; ``None`` for none of it."""
     session: str = ""
+    key: int = 0
+    """The request's name wherever it is kept, 0 for none: it outlives this process."""
+    resumed: tuple[int, ...] = ()
+    """Tokens that were chosen after the prompt before this process had the request."""
 
 
 class Admitted(Protocol):
@@ -74,6 +81,10 @@ class Feed:
     choices: int
     """How many tokens to choose: after each of the last ``choices`` rows. 0 inside a prompt; 1 after a prompt or a
     token; more after a token and a draft, whose tokens all but the first of these rows are."""
+    refill: bool = False
+    """Rows of a resumed sequence whose choices are known."""
+    again: bool = False
+    """The first row after those: somebody may have computed it before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +108,11 @@ More = Callable[[list[Outcome]], list[Feed]]
 class Pipeline(Protocol):
     """Where a scheduler's sequences are computed."""
 
-    depth: int
-    """How many steps, of different sequences, may be under way at once."""
+    @property
+    def depth(self) -> int:
+        """How many steps, of different sequences, may be under way at once; it may change between steps."""
+        ...
+
     interruptible: bool
     """Whether ``close`` may be called while a step holds the sequence."""
 

@@ -33,6 +33,8 @@ _FIELD_TYPES: dict[str, tuple[type, ...]] = {
     "speculation": (str,),
     "experts": (str,),
     "trace": (bool,),
+    "key": (int,),
+    "resumed": (list,),
 }
 
 
@@ -45,7 +47,7 @@ def parse_request(message: dict[str, Any]) -> GenerateRequest:
     for key, kinds in _FIELD_TYPES.items():
         if key in fields and (not isinstance(fields[key], kinds) or (bool not in kinds and fields[key] is True)):
             raise RequestError("wrong_type", f"generate: {key} has the wrong type ({type(fields[key]).__name__}).")
-    for key in ("messages", "prompt_tokens", "stop"):
+    for key in ("messages", "prompt_tokens", "stop", "resumed"):
         if key in fields:
             fields[key] = tuple(fields[key])
     request = GenerateRequest(**fields)
@@ -54,6 +56,10 @@ def parse_request(message: dict[str, Any]) -> GenerateRequest:
         raise RequestError("no_prompt", "A request needs exactly one of prompt, messages and prompt_tokens.")
     if request.prompt_tokens is not None and not all(type(token) is int for token in request.prompt_tokens):
         raise RequestError("wrong_type", "generate: prompt_tokens must be integers.")
+    if not all(type(token) is int for token in request.resumed):
+        raise RequestError("wrong_type", "generate: resumed must be integers.")
+    if not 0 <= request.key < 2**63 or len(request.resumed) > request.max_tokens:
+        raise RequestError("bad_key", "generate: key has 63 bits, and resumed at most max_tokens tokens.")
     if request.max_tokens < 1:
         raise RequestError("max_tokens_out_of_range", "max_tokens must be at least 1.")
     if request.experts not in ("network", "local"):

@@ -3,20 +3,22 @@
 Edges are byte streams that both ends dialled out for; the hub splices them. This rank's *next* edge leads to its
 successor, its *prev* edge comes from its predecessor; the last rank's next edge is the closing edge to rank 0 and
 carries sampled tokens. Either end of an edge writes its role byte ('P' to its successor, 'N' to its predecessor)
-and a HELLO; an edge is used once both HELLOs agree on model, sizes, epoch and contiguous windows.
+and a HELLO; once both agree on model, sizes, epoch and contiguous windows, the successor says in HELD what it has, and
+the predecessor goes on from there.
 
 Rank 0 is driven by a scheduler (``ring_pipeline``). ADMIT announces a sequence to every rank (the last needs the
 sampling parameters and the prompt), HIDDEN carries rows of any number of sequences, TOKEN comes back, RELEASE frees a
 sequence everywhere. A rank that refuses or fails a sequence says so by an ERROR that travels on to rank 0; no other
-sequence notices.
+sequence notices. An edge that ends loses no sequence (docs/reliability.md): a link (``ring_link``) keeps what was sent.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-from dataclasses import asdict, dataclass
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -24,58 +26,104 @@ import torch
 from kvasir_console.engine.process.answers import Answers
 from kvasir_console.engine.process.budget import KvBudget
 from kvasir_console.engine.process.compute import Compute
+from kvasir_console.engine.process.ring_edge import SILENCE_S, Edge, StaleError
+from kvasir_console.engine.process.ring_link import RowLink, TokenLink
 from kvasir_console.engine.process.ring_window import Advanced, RingWindow
+from kvasir_console.engine.process.router import Router
 from kvasir_console.engine.stage import Stage
 from kvasir_console.errors import EngineError, KvasirError
 from kvasir_console.relay.wire import ring as wire
+from kvasir_console.relay.wire.ring import Frame, FrameKind
 
 log = logging.getLogger(__name__)
+
+INBOX_BYTES = 64 * 2**20
+"""Frames that came and wait for the compute thread; more are not read from the edges."""
+ROLL_S = 10.0
+"""How often rank 0 says which sequences live."""
+BEHIND_S = 60.0
+"""How long a rank of an older epoch waits for the plan that names it in the newer one; then it exits."""
 
 
 @dataclass(frozen=True, slots=True)
 class RingConfig:
-    """Where this engine stands in its ring; assigned by a signed plan."""
+    """Where this engine stands in its ring; assigned by a signed plan.
+
+    ``recover_s``: how long rank 0 keeps its requests while an edge of its own is lost. ``silence_s``: how long a peer
+    may say nothing.
+    """
 
     id: str
     epoch: int
     rank: int
     size: int
     n_layer: int
+    recover_s: float = 120.0
+    silence_s: float = SILENCE_S
 
     @property
     def is_last(self) -> bool:
         return self.rank == self.size - 1
 
 
-@dataclass(slots=True)
-class _Edge:
-    """One end of an edge. ``ready`` once the peer's HELLO was accepted."""
-
-    name: str
-    reader: asyncio.StreamReader
-    writer: asyncio.StreamWriter
-    ready: bool = False
-
-
 class RingNode:
-    """One rank: two edges, its window and, at rank 0, the answers that steps wait for."""
+    """One rank: two edges, its window, what it sent, and, at rank 0, the answers that steps wait for.
+
+    Frames of both edges are dealt with one after the other, in the order in which they came.
+    """
 
     def __init__(
-        self, config: RingConfig, stage: Stage, model_digest: bytes, compute: Compute, budget: KvBudget
+        self,
+        config: RingConfig,
+        stage: Stage,
+        model_digest: bytes,
+        compute: Compute,
+        budget: KvBudget,
+        router: Router | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
         self._stage = stage
         self._digest = model_digest
         self._compute = compute
-        self.window = RingWindow(stage, budget, samples=config.is_last)
+        self._clock = clock
+        self.window = RingWindow(stage, budget, samples=config.is_last, router=router)
         self.answers = Answers(stage.shape.n_vocab)
-        self._next: _Edge | None = None
-        self._prev: _Edge | None = None
-        self._send_lock = asyncio.Lock()
+        self.rows = RowLink(stage.shape.n_embd, self.frame)
+        self.tokens = TokenLink(self.frame)
+        self.known: Callable[[], dict[int, wire.Known]] = dict
+        """What rank 0 knows of its sequences; its pipeline sets it."""
+        self.on_times: Callable[[Frame], None] = _ignore
+        """Told of every TOKEN frame at rank 0: it carries what the walk round the ring took."""
+        self.on_retired: Callable[[], None] = _nothing
+        """A newer plan does not name this rank: it has to go."""
+        self._next: Edge | None = None
+        self._prev: Edge | None = None
+        self._waiting: set[Edge] = set()
+        """Connections whose peer has not said HELLO yet."""
+        self._held_by_next: dict[int, wire.Held] = {}
+        self._known_by_next: dict[int, wire.Known] = {}
+        self._inbox: asyncio.Queue[tuple[Edge, Frame | None, float]] = asyncio.Queue()
+        self._inbox_bytes = 0
+        self._room = asyncio.Event()
+        self._room.set()
+        self._missing: dict[int, int] = {}
+        self._lost_at: float | None = clock()
+        self._behind_at: float | None = None
+        self._cuts = 0
+        self._tasks = [
+            asyncio.create_task(work, name=f"ring-{config.rank}-{name}")
+            for name, work in (("work", self._work()), ("tend", self._tend()))
+        ]
 
     @property
     def ready(self) -> bool:
         return bool(self._next and self._next.ready and self._prev and self._prev.ready)
+
+    @property
+    def broken(self) -> bool:
+        """Whether this rank's edges have been lost for longer than requests are kept."""
+        return self._lost_at is not None and self._clock() - self._lost_at > self.config.recover_s
 
     def stats(self) -> dict[str, Any]:
         """Where this rank stands, and its counters."""
@@ -83,8 +131,12 @@ class RingNode:
             **asdict(self.config),
             "next_ready": bool(self._next and self._next.ready),
             "prev_ready": bool(self._prev and self._prev.ready),
+            "next_rtt_ms": self._next.rtt_ms if self._next else None,
+            "behind": self._behind_at is not None,
+            "cuts": self._cuts,
             "sequences": len(self.window),
             "rows": self.window.rows,
+            "recomputed_rows": self.window.recomputed_rows,
             "sampled": self.window.sampled,
             "kv": self.kv_stats(),
         }
@@ -93,54 +145,89 @@ class RingNode:
         budget = self.window.budget
         return {"budget_bytes": budget.total_bytes, "reserved_bytes": budget.reserved_bytes, "kept_bytes": 0}
 
+    # Edges
+
     async def serve_next(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve the edge to the successor until it ends; only HELLO and ERROR come back on it."""
-        edge = _Edge("next", reader, writer)
-        await self._serve(edge, role=b"P", peer_role=b"N")
+        """Serve the edge to the successor until it ends; HELLO, HELD and ERROR come back on it."""
+        await self._serve(self._edge("next", reader, writer), role=b"P", peer_role=b"N")
 
     async def serve_prev(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve the edge from the predecessor until it ends."""
-        edge = _Edge("prev", reader, writer)
-        await self._serve(edge, role=b"N", peer_role=b"P")
+        await self._serve(self._edge("prev", reader, writer), role=b"N", peer_role=b"P")
 
-    async def _serve(self, edge: _Edge, *, role: bytes, peer_role: bytes) -> None:
+    def _edge(self, name: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Edge:
+        silence_s = self.config.silence_s
+        return Edge(name, reader, writer, ping_s=silence_s / 3, silence_s=silence_s, clock=self._clock)
+
+    async def _serve(self, edge: Edge, *, role: bytes, peer_role: bytes) -> None:
+        self._waiting.add(edge)
+        why = "it failed"
+        try:
+            hello = self.frame(FrameKind.HELLO, payload=self._hello().encode())
+            why = await edge.run(role, peer_role, hello, self._received)
+        except StaleError as error:
+            why = str(error)
+            if error.mine and self._behind_at is None:
+                self._behind_at = self._clock()
+        finally:
+            self._waiting.discard(edge)
+            self._lose(edge, why)
+
+    def _lose(self, edge: Edge, why: str) -> None:
+        """An edge is over. What it carried is in the links, and goes on with the next one."""
+        edge.close(why)
+        if edge not in (self._next, self._prev):
+            log.debug("ring %s rank %d: a %s edge ends: %s", self.config.id, self.config.rank, edge.name, why)
+            return
+        log.info("ring %s rank %d: the %s edge ends: %s", self.config.id, self.config.rank, edge.name, why)
+        self._cuts += 1
+        if edge is self._next:
+            self._next = None
+            self._held_by_next, self._known_by_next = {}, {}
+            self.rows.lost()
+            self.tokens.lost()
+        else:
+            self._prev = None
+        if self._lost_at is None:
+            self._lost_at = self._clock()
+
+    async def _received(self, edge: Edge, frame: Frame) -> None:
+        """Queue a frame; with much in the queue, until there is room again."""
+        if frame.kind is FrameKind.HELLO:
+            self._accept(edge, wire.Hello.decode(frame.payload))
+            return
+        self._inbox_bytes += len(frame.payload)
+        self._inbox.put_nowait((edge, frame, self._clock()))
+        if self._inbox_bytes > INBOX_BYTES:
+            self._room.clear()
+            await self._room.wait()
+
+    def _accept(self, edge: Edge, theirs: wire.Hello) -> None:
+        mine = self._hello()
+        before, after = (mine, theirs) if edge.name == "next" else (theirs, mine)
+        wire.check_hello(before, after)
+        # Only now: a connection that does not get so far must not displace one that works.
         older = self._next if edge.name == "next" else self._prev
-        if older is not None:
-            older.writer.close()
+        if older is not None and older is not edge:
+            self._lose(older, "a newer connection replaces it")
+        self._waiting.discard(edge)
+        edge.ready = True
         if edge.name == "next":
             self._next = edge
         else:
             self._prev = edge
-        why = "the peer closed it"
-        try:
-            edge.writer.write(role + wire.encode(self.frame(wire.FrameKind.HELLO, payload=self._hello().encode())))
-            await edge.writer.drain()
-            if await edge.reader.readexactly(1) != peer_role:
-                raise wire.RingError("the edge's role byte is not the peer's")
-            while True:
-                frame = await wire.read_frame(edge.reader)
-                if frame.epoch != self.config.epoch:
-                    raise wire.RingError(f"a frame of epoch {frame.epoch} came to a ring of epoch {self.config.epoch}")
-                await self._handle(edge, frame)
-        except (wire.RingError, KvasirError) as error:
-            why = str(error)
-        except (OSError, EOFError) as error:
-            why = str(error) or why
-        finally:
-            self._close(edge, why)
-
-    def _close(self, edge: _Edge, why: str) -> None:
-        log.info("ring %s rank %d: the %s edge ends: %s", self.config.id, self.config.rank, edge.name, why)
-        edge.ready = False
-        with contextlib.suppress(OSError):
-            edge.writer.close()
-        if edge is self._next:
-            self._next = None
-        if edge is self._prev:
-            self._prev = None
-        # Without an edge no sequence of this epoch can go on: their hidden states are lost with it.
-        self.window.clear()
-        self.answers.fail_all(ring_broken(why))
+            self._inbox.put_nowait((edge, None, self._clock()))  # HELD, after all that came before
+        if self.ready:
+            self._lost_at = None
+        log.info(
+            "ring %s rank %d: the %s edge is joined to rank %d (layers [%d, %d))",
+            self.config.id,
+            self.config.rank,
+            edge.name,
+            theirs.rank,
+            theirs.layer_begin,
+            theirs.layer_end,
+        )
 
     def _hello(self) -> wire.Hello:
         return wire.Hello(
@@ -154,108 +241,211 @@ class RingNode:
             size=self.config.size,
         )
 
-    def frame(self, kind: wire.FrameKind, items: tuple[wire.Item, ...] = (), payload: bytes = b"") -> wire.Frame:
-        return wire.Frame(kind=kind, epoch=self.config.epoch, items=items, payload=payload)
+    def frame(self, kind: FrameKind, items: tuple[wire.Item, ...] = (), payload: bytes = b"") -> Frame:
+        return Frame(kind=kind, epoch=self.config.epoch, items=items, payload=payload)
 
-    async def send_next(self, frame: wire.Frame) -> None:
-        """Send, and wait until the edge can take more."""
-        async with self._send_lock:
-            await self.post_next(frame).drain()
+    def post_next(self, frames: Iterable[Frame]) -> None:
+        """Send on the edge to the successor, without waiting; nothing while it is lost (the links know)."""
+        if self._next is not None and self._next.ready:
+            self._next.post(frames)
 
-    def post_next(self, frame: wire.Frame) -> asyncio.StreamWriter:
-        """Send without waiting: for what must not be held up by a rank that hangs."""
-        edge = self._next
-        if edge is None or not edge.ready:
-            raise ring_broken("the edge to the next rank is not connected")
-        edge.writer.write(wire.encode(frame))
-        return edge.writer
+    def replan(self, config: RingConfig) -> None:
+        """Take a newer epoch of the plan that leaves this rank where it is. Raises ``EngineError``."""
+        if replace(config, epoch=self.config.epoch) != self.config or config.epoch < self.config.epoch:
+            raise EngineError("other_window", "The new plan does not leave this rank where it is.", "Load it anew.")
+        if config.epoch == self.config.epoch:
+            return
+        self.config = config
+        self._behind_at = None
+        for edge in self._edges():
+            self._lose(edge, f"the ring is at epoch {config.epoch} now")
 
-    async def _handle(self, edge: _Edge, frame: wire.Frame) -> None:
+    def leave(self) -> None:
+        """Close both edges, for good."""
+        for edge in self._edges():
+            edge.close("this rank leaves")
+        for task in self._tasks:
+            task.cancel()
+
+    def _edges(self) -> list[Edge]:
+        return [*self._waiting, *(edge for edge in (self._next, self._prev) if edge is not None)]
+
+    # Frames, in their order
+
+    async def _work(self) -> None:
+        while True:
+            edge, frame, came = await self._inbox.get()
+            try:
+                if frame is None:
+                    self._say_held(edge)
+                    continue
+                self._inbox_bytes -= len(frame.payload)
+                if self._inbox_bytes <= INBOX_BYTES:
+                    self._room.set()
+                await self._handle(edge, frame, came)
+            except (wire.RingError, KvasirError) as error:
+                self._lose(edge, str(error))
+            except Exception as error:
+                log.exception("a frame of the %s edge failed", edge.name)
+                self._lose(edge, f"a frame of it failed: {type(error).__name__}")
+
+    async def _handle(self, edge: Edge, frame: Frame, came: float) -> None:
+        first = self.config.rank == 0
         match frame.kind:
-            case wire.FrameKind.HELLO:
-                self._accept(edge, wire.Hello.decode(frame.payload))
-                return
-            case _ if not edge.ready:
-                raise wire.RingError("a frame came before HELLO")
-            case wire.FrameKind.ERROR if self.config.rank > 0:
-                for item in frame.items:
-                    self.window.release(item.request_id)
-                await self.send_next(frame)
-            case wire.FrameKind.ERROR:
+            case FrameKind.HELD if edge.name == "next":
+                self._take_held(edge, frame)
+            case FrameKind.ERROR if first:
                 error = wire.decode_error(frame.payload)
                 for item in frame.items:
                     if item.request_id in self.window:
                         self.answers.fail(item.request_id, error)
-            case wire.FrameKind.TOKEN if self.config.rank == 0:
+            case FrameKind.ERROR:
+                for item in frame.items:
+                    self._end(item.request_id, frame.payload)
+            case FrameKind.TOKEN if first:
+                self.on_times(frame)
                 for item, token in zip(frame.items, wire.decode_tokens(frame), strict=True):
-                    self.answers.receive(item.request_id, token)
-            case wire.FrameKind.ADMIT if self.config.rank > 0:
-                await self._admit(frame)
-            case wire.FrameKind.HIDDEN if self.config.rank > 0:
-                await self._advance(frame)
-            case wire.FrameKind.RELEASE:
-                if self.config.rank > 0:
+                    self.answers.receive(item.request_id, item.step, item.position + item.rows, token)
+            case FrameKind.ADMIT if not first:
+                self._admit(frame)
+            case FrameKind.HIDDEN if not first:
+                await self._advance(frame, came)
+            case FrameKind.RELEASE:
+                if not first:
                     for item in frame.items:
-                        self.window.release(item.request_id)
-                    self._compute.freed()
-                    if not self.config.is_last:
-                        await self.send_next(frame)
+                        self.release(item.request_id)
+            case FrameKind.ROLL if not first:
+                self._roll({item.request_id for item in frame.items})
+                if not self.config.is_last:
+                    self.post_next([frame])
             case _:
                 raise wire.RingError(f"rank {self.config.rank} does not take {frame.kind.name} on its {edge.name} edge")
 
-    def _accept(self, edge: _Edge, theirs: wire.Hello) -> None:
-        mine = self._hello()
-        before, after = (mine, theirs) if edge.name == "next" else (theirs, mine)
-        wire.check_hello(before, after)
-        edge.ready = True
-        log.info(
-            "ring %s rank %d: the %s edge is joined to rank %d (layers [%d, %d))",
-            self.config.id,
-            self.config.rank,
-            edge.name,
-            theirs.rank,
-            theirs.layer_begin,
-            theirs.layer_end,
-        )
+    def _say_held(self, edge: Edge) -> None:
+        """Tell the predecessor what is here."""
+        if edge is not self._prev or not edge.ready:
+            return
+        if self.config.rank == 0:
+            edge.post(wire.encode_known(self.config.epoch, self.known()))
+        else:
+            edge.post(wire.encode_held(self.config.epoch, self.window.held()))
 
-    async def _admit(self, frame: wire.Frame) -> None:
+    def _take_held(self, edge: Edge, frame: Frame) -> None:
+        """The successor says what it has, perhaps in several frames: go on from there."""
+        if edge is not self._next:
+            return
+        more = bool(frame.flags & wire.MORE)
+        if self.config.is_last:
+            self._known_by_next |= wire.decode_known(frame)
+            _check_count(self._known_by_next)
+            if not more:
+                known, self._known_by_next = self._known_by_next, {}
+                self.window.tell({key: each.tokens for key, each in known.items()})
+                edge.post(self.tokens.joined(known))
+            return
+        self._held_by_next |= wire.decode_held(frame)
+        _check_count(self._held_by_next)
+        if not more:
+            held, self._held_by_next = self._held_by_next, {}
+            edge.post(self.rows.joined(held))
+
+    def _admit(self, frame: Frame) -> None:
         admit = wire.decode_admit(frame)
         (item,) = frame.items
         try:
             self.window.admit(item.request_id, admit.params, admit.prompt_tokens)
         except KvasirError as error:
-            await self._refuse(item, error)
+            self._end(item.request_id, wire.encode_error(error))
+            return
+        self._missing.pop(item.request_id, None)
+        if self.config.is_last:
+            self.tokens.admit(item.request_id)
         else:
-            if not self.config.is_last:
-                await self.send_next(frame)
+            prompt_length = self.window.prompt_length(item.request_id)
+            self.post_next(self.rows.admit(item.request_id, frame.payload, prompt_length))
 
-    async def _advance(self, frame: wire.Frame) -> None:
+    async def _advance(self, frame: Frame, came: float) -> None:
         """Run this rank's window over the rows of a HIDDEN frame; pass them on, or their tokens if this is the last."""
         rows = torch.from_numpy(wire.decode_hidden(frame, self._stage.shape.n_embd))
-        advanced = await self._compute.run(lambda: self.window.advance(frame.items, rows))
+        took_s = 0.0
+
+        def advance() -> Advanced:
+            nonlocal took_s
+            started = self._clock()
+            advanced = self.window.advance(frame.items, rows)
+            took_s = self._clock() - started
+            return advanced
+
+        advanced = await self._compute.run(advance)
         for item, error in advanced.errors:
-            await self._refuse(item, error)
-        if not self.config.is_last:
-            await self.pass_on(advanced)
-        elif advanced.tokens:
-            items = tuple(item for item, _ in advanced.tokens)
-            payload = wire.encode_tokens([token for _, token in advanced.tokens])
-            await self.send_next(self.frame(wire.FrameKind.TOKEN, items, payload))
+            self._end(item.request_id, wire.encode_error(error))
+        slowest_us = max(frame.slowest_us, int(took_s * 1e6))
+        inside_us = frame.inside_us + int((self._clock() - came) * 1e6)
+        if self.config.is_last:
+            self.post_next(self.tokens.tokens(advanced.tokens, (slowest_us, inside_us)))
+        else:
+            self.pass_on(advanced, (slowest_us, inside_us))
 
-    async def pass_on(self, advanced: Advanced) -> None:
+    def pass_on(self, advanced: Advanced, times: tuple[int, int]) -> None:
+        """Log the rows of a step, and send what the successor lacks."""
         if advanced.items:
-            payload = wire.encode_hidden(advanced.hidden.cpu().numpy())
-            await self.send_next(self.frame(wire.FrameKind.HIDDEN, advanced.items, payload))
+            self.post_next(self.rows.rows(advanced.items, advanced.hidden.cpu().numpy(), times))
 
-    async def _refuse(self, item: wire.Item, error: KvasirError) -> None:
-        self.window.release(item.request_id)
-        await self.send_next(self.frame(wire.FrameKind.ERROR, (item,), wire.encode_error(error)))
+    def release(self, request_id: int) -> bool:
+        """Free a sequence here and on every rank behind; whether it was here."""
+        held = self.window.release(request_id)
+        self.post_next((self.tokens if self.config.is_last else self.rows).release(request_id))
+        self._missing.pop(request_id, None)
+        if held:
+            self._compute.freed()
+        return held
 
-    def leave(self) -> None:
-        """Close both edges."""
-        for edge in (self._next, self._prev):
-            if edge is not None:
-                edge.writer.close()
+    def _end(self, request_id: int, error: bytes) -> None:
+        """A sequence that this rank or one before it cannot go on with: rank 0 hears of it."""
+        self.window.release(request_id)
+        self.post_next((self.tokens if self.config.is_last else self.rows).error(request_id, error))
+
+    def _roll(self, living: set[int]) -> None:
+        """Let go of what was missing in two rolls: its release was lost with the rank that knew of it."""
+        missing = {key: self._missing.get(key, 0) + 1 for key in self.window.held() if key not in living}
+        gone = [key for key, times in missing.items() if times > 1]
+        for request_id in gone:
+            log.info("ring %s rank %d: sequence %d is let go of", self.config.id, self.config.rank, request_id)
+            self.release(request_id)
+        self._missing = {key: times for key, times in missing.items() if times == 1}
+        (self.tokens if self.config.is_last else self.rows).notices.keep(living)
+
+    # What has to be looked after
+
+    async def _tend(self) -> None:
+        """Rolls, deadlines."""
+        rolled = self._clock()
+        while True:
+            await asyncio.sleep(0.5)
+            now = self._clock()
+            if self.config.rank == 0 and self.broken:
+                self.answers.fail_all(ring_broken("an edge was lost and did not come back"))
+            if self._behind_at is not None and now - self._behind_at > BEHIND_S:
+                log.error("ring %s rank %d: the ring is at a newer epoch", self.config.id, self.config.rank)
+                self._behind_at = now
+                self.on_retired()
+            if self.config.rank == 0 and self.rows.live and now - rolled >= ROLL_S:
+                rolled = now
+                items = tuple(wire.Item(key, rows=0) for key in self.window.held())  # no more than a frame takes
+                self.post_next([self.frame(FrameKind.ROLL, items)])
+
+
+def _check_count(entries: dict[int, Any]) -> None:
+    if len(entries) > wire.MAX_ITEMS:
+        raise wire.RingError(f"a peer holds more than {wire.MAX_ITEMS} sequences", "count")
+
+
+def _ignore(_frame: Frame) -> None:
+    pass
+
+
+def _nothing() -> None:
+    pass
 
 
 def ring_broken(why: str) -> EngineError:

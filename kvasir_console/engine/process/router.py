@@ -1,152 +1,197 @@
-"""The expert router: which pairs go to which remote session, and what happens when one fails.
+"""The expert router: which pairs leave this machine, to whom, and what their answers are worth.
 
 Routing is decided once, here (*router authority*): a remote worker is a pure function of rows and expert ids. A pair
-whose expert a live session holds is dispatched; every other pair is computed by the local bank. If a session breaks,
-times out or answers with something that is not finite, its pairs are computed elsewhere or locally in the same step,
-so a token never depends on who was alive.
+whose expert a live session holds may be dispatched (``coverage`` says to whom, ``elastic`` when); every other pair is
+computed by the local bank. If a session breaks, is late or answers nonsense, its pairs are computed elsewhere or here
+in the same step (``star``), so a token never depends on who was alive, and ``sums`` adds them up such that it does not
+depend on who computed either.
 
-Sums are regrouped by holder: each holder returns the weighted sum of its own pairs, and the sums are added in f32,
-local first, then by session name. With two experts a token the regrouping is exact; with more it differs from the
-local order by rounding only.
+Answers are looked at (``checks``): all of them until a slice is proven, a random share after that. What is paid is
+what was acknowledged here; the gateway reads it as ``coverage``.
 """
 
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
+import functools
 import logging
 import time
-from collections import deque
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from kvasir_console.engine.experts import RemoteExperts
+from kvasir_console.engine.process import coverage
+from kvasir_console.engine.process.accounts import Accounts
+from kvasir_console.engine.process.examiner import Answered, Examiner, some_rows
+from kvasir_console.engine.process.hedging import HedgeBudget
+from kvasir_console.engine.process.roster import REST_S, Policy, Roster, Session
+from kvasir_console.engine.process.star import Ask, Part, Released, gather
+from kvasir_console.engine.process.sums import F32, I64, Pairs, Sum, empty_sum
 from kvasir_console.engine.process.tally import StepTally
+from kvasir_console.engine.process.worker import DigestOf, Worker, WorkerError, choose_wire
 from kvasir_console.engine.stage import ExpertCompute, Stage
 from kvasir_console.relay.wire import dispatch
 from kvasir_console.relay.wire.preamble import Preamble, Wire
+from kvasir_console.relay.wire.values import Dtype
 
 log = logging.getLogger(__name__)
 
-_READ_BYTES = 256 * 1024
-
 
 @dataclass(slots=True)
-class SessionStats:
-    """Acknowledged work of one session name over this engine's life; it outlives the connection."""
+class Counters:
+    """Over this engine's life."""
 
-    session: str
-    wallet: str
-    layer: int
-    begin: int
-    end: int
-    wire: str = ""
-    requests: int = 0
-    rows: int = 0
-    pairs: int = 0
-    paid_bytes: int = 0
-    failures: int = 0
-    in_flight: int = 0
-    connected: bool = False
-    rtt_ms: float | None = None
-    """Smoothed time from request to reply: network and the worker's compute."""
-    quarantined: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class _Pending:
-    """A request on its way: the reply has exactly ``size`` bytes."""
-
-    size: int
-    reply: asyncio.Future[bytes]
-
-
-@dataclass(slots=True)
-class Session:
-    """One live connection to a remote worker."""
-
-    preamble: Preamble
-    wire: Wire
-    reader: asyncio.StreamReader
-    writer: asyncio.StreamWriter
-    stats: SessionStats
-    pending: deque[_Pending] = field(default_factory=deque)
-    broken: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class _Pairs:
-    """Pairs of one layer: ``rows`` (P,) index the batch, ``ids`` (P,) are global expert ids, ``weights`` (P,) f32."""
-
-    rows: torch.Tensor
-    ids: torch.Tensor
-    weights: torch.Tensor
-
-    def __len__(self) -> int:
-        return int(self.rows.numel())
-
-    def where(self, mask: torch.Tensor) -> _Pairs:
-        return _Pairs(self.rows[mask], self.ids[mask], self.weights[mask])
+    steps: int = 0
+    """Layers' steps that waited for a network."""
+    asks: int = 0
+    hedges: int = 0
+    wait_ms: float = 0.0
+    """Time in which nothing was left to compute but answers were missing."""
 
 
 class Router:
-    """Dispatches expert pairs of one trunk. ``serve`` runs on the loop; ``compute`` runs on the compute thread."""
+    """Dispatches expert pairs of one stage. ``serve`` runs on the loop; ``compute`` runs on the compute thread.
 
-    def __init__(self, stage: Stage, model_digest: bytes, *, wire: Wire = Wire.V2, timeout_s: float = 10.0) -> None:
+    Args:
+        wire: asked of workers that speak it; ``dtype`` is what version 3 of it writes values in.
+        digest_of: the shard digest a slice must have; ``None`` believes what workers say.
+        evidence_directory: where wrong answers are kept; ``None`` keeps none.
+        released: entered while a step waits for answers, so that another may compute.
+        on_quarantine: told on the loop whom the checks have caught.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        model_digest: bytes,
+        *,
+        wire: Wire = Wire.V2,
+        dtype: Dtype = Dtype.F32,
+        digest_of: DigestOf | None = None,
+        timeout_s: float = 10.0,
+        policy: Policy | None = None,
+        evidence_directory: Path | None = None,
+        released: Released = contextlib.nullcontext,
+        on_quarantine: Callable[[dict[str, Any]], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._stage = stage
         self._digest = model_digest
         self._wanted = wire
+        self._dtype = dtype
+        self._digest_of = digest_of
         self._timeout_s = timeout_s
+        self.policy = policy or Policy()
+        self._released = released
+        self._on_quarantine = on_quarantine
+        self._clock = clock
         self._loop = asyncio.get_running_loop()
-        self._live: dict[str, Session] = {}
-        self._stats: dict[tuple[str, str, int, int, int], SessionStats] = {}
+        self._roster = Roster(self.policy)
+        self._accounts = Accounts(self.policy.trial_pairs)
+        self._examiner = Examiner(
+            stage,
+            model_digest,
+            self._accounts,
+            share=self.policy.check_share,
+            seed=self.policy.seed,
+            evidence_directory=evidence_directory,
+            caught=self._tell_caught,
+        )
+        self._budget = HedgeBudget(self.policy.hedge_share)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.counters = Counters()
+        self.pairs_remote = {layer: np.zeros(bank.end - bank.begin, np.int64) for layer, bank in stage.banks.items()}
+        """By layer: pairs of each expert that a remote session computed. The banks count their own."""
 
-    def coverage(self) -> list[dict[str, Any]]:
-        """Every session ever served, with its acknowledged work (micro-units are ``paid_bytes``)."""
-        return [asdict(stats) for stats in self._stats.values()]
+    # -- sessions ---------------------------------------------------------------------------------------------------
 
     async def serve(self, preamble: Preamble, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Keep one spliced session until it ends. Raises ``ValueError`` if the preamble does not fit this model."""
-        bank = self._stage.banks.get(preamble.layer)
         if preamble.model_digest != self._digest:
             raise ValueError("the session serves another model")
-        if bank is None or not bank.begin <= preamble.begin < preamble.end <= bank.end:
-            raise ValueError(f"layer {preamble.layer} has no experts [{preamble.begin}, {preamble.end})")
-        key = (preamble.session, preamble.wallet, preamble.layer, preamble.begin, preamble.end)
-        stats = self._stats.setdefault(key, SessionStats(*key))
-        if stats.quarantined:
+        for layer, begin, end in preamble.windows:
+            bank = self._stage.banks.get(layer)
+            if bank is None or not bank.begin <= begin < end <= bank.end:
+                raise ValueError(f"layer {layer} has no experts [{begin}, {end})")
+        if self._accounts.quarantined(preamble.session, preamble.wallet):
             raise ValueError(f"session {preamble.session} is quarantined")
-        wire = self._wanted if self._wanted & preamble.wires else Wire.V2
-        stats.wire, stats.connected = (wire.name or "").lower(), True
-        session = Session(preamble, wire, reader, writer, stats)
-        if older := self._live.get(preamble.session):
+        key = _key(preamble.session, preamble.wallet)
+        worker = Worker(
+            preamble,
+            choose_wire(self._wanted, preamble.wires, self._dtype),
+            reader,
+            writer,
+            functools.partial(self._accounts.of, preamble.session, preamble.wallet),
+            n_embd=self._stage.shape.n_embd,
+            dtype=self._dtype,
+            digest_of=self._digest_of,
+        )
+        await worker.open()
+        if older := self._roster.get(key):
             self._drop(older, "replaced by a newer connection")
-        self._live[preamble.session] = session
-        log.info("session %s serves layer %d experts [%d, %d)", *key[:1], *key[2:])
-        try:
-            await _receive(session)
-            why = "the worker closed the stream"
-        except (OSError, EOFError, ValueError) as error:
-            why = str(error)
+        session = self._roster.add(key, worker, self._clock())
+        for held in worker.slices:
+            log.info("session %s serves layer %d experts [%d, %d)", worker.name, held.layer, held.begin, held.end)
+        why = await worker.run()
+        log.info("session %s ends: %s", worker.name, why)
         self._drop(session, why)
 
-    def quarantine(self, name: str) -> bool:
-        """Refuse a session from now on; its unacknowledged work earns nothing."""
-        found = False
-        for stats in self._stats.values():
-            if stats.session == name:
-                stats.quarantined = found = True
-        if session := self._live.get(name):
-            self._drop(session, "quarantined")
+    def coverage(self) -> list[dict[str, Any]]:
+        """Every slice ever served, with its acknowledged work (micro-units are ``paid_bytes``)."""
+        return self._accounts.coverage()
+
+    def stats(self) -> dict[str, Any]:
+        """For the ``stats`` verb."""
+        now = self._clock()
+        held = {
+            layer: [holder for _, holder in self._roster.holders(layer, now)] for layer in sorted(self._stage.banks)
+        }
+        sizes = {layer: bank.end - bank.begin for layer, bank in self._stage.banks.items()}
+        return {
+            **asdict(self.counters),
+            "checked_pairs": self._examiner.checked_pairs,
+            "mismatches": self._examiner.mismatches,
+            "disputes": self._examiner.disputes,
+            "saturated": self._roster.elastic.saturated,
+            "streaming": self._roster.elastic.streaming,
+            "coverage": coverage.describe(sizes, held),
+        }
+
+    def quarantine(self, name: str, wallet: str | None = None) -> bool:
+        """Refuse a session from now on and void what it is owed; the operator's word or another engine's finding."""
+        found = self._accounts.convict(name, wallet) is not None
+        for session in self._roster:
+            if session.worker.name == name and wallet in (None, session.worker.wallet):
+                self._drop(session, "quarantined")
         return found
+
+    def close(self) -> None:
+        """End all sessions; workers dial again if there is something to serve."""
+        for session in self._roster:
+            self._drop(session, "the engine loads another model or leaves")
 
     @property
     def live(self) -> bool:
-        """Whether any session is connected."""
-        return bool(self._live)
+        """Whether any session is connected whose experts may be asked for now."""
+        return bool(len(self._roster)) and self._roster.elastic.streaming
+
+    def observe(self, streams: int) -> None:
+        """A step of so many streams is about to be computed."""
+        self._roster.elastic.observe(streams, self._clock())
+
+    def _drop(self, session: Session, why: str) -> None:
+        self._roster.remove(session)
+        if not session.worker.broken:
+            log.info("session %s ends: %s", session.worker.name, why)
+        session.worker.drop(why)
+
+    # -- a layer's step, on the compute thread --------------------------------------------------------
 
     def expert_compute(self, tally: StepTally) -> ExpertCompute:
         """The function a forward pass calls for each MoE layer; it counts into ``tally`` and heeds its ``network``."""
@@ -154,7 +199,7 @@ class Router:
         def compute(layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
             return self._compute(layer, x, ids, weights, tally)
 
-        return compute
+        return RemoteExperts(compute, self._roster.layers())
 
     def _compute(
         self,
@@ -166,160 +211,240 @@ class Router:
     ) -> torch.Tensor:  # (T, D)
         T, K = ids.shape
         step = tally.take(layer, T)
-        pairs = _Pairs(torch.arange(T).repeat_interleave(K), ids.reshape(-1).cpu(), weights.reshape(-1))
-        taken = torch.from_numpy(~tally.network[step]).repeat_interleave(K)
-        local = taken.clone()
-        sent: list[tuple[Session, _Pairs, concurrent.futures.Future[torch.Tensor]]] = []
-        for session in self._holders(layer):
-            mine = (pairs.ids >= session.preamble.begin) & (pairs.ids < session.preamble.end) & ~taken
-            if not bool(mine.any()) or not _fits(part := pairs.where(mine), session.wire):
-                continue
-            taken |= mine
-            sent.append((session, part, self._send(session, x, part)))
-        out = self._local(layer, x, pairs.where(local | ~taken), tally, step)
-        for session, part, future in sent:
-            partial = self._collect(session, future)
-            if partial is None:
-                tally.count_failovers(part.rows.numpy() + step.start)
-                out += self._elsewhere(layer, x, part, tally, step, {session.preamble.session})
-            else:
-                tally.count_remote(part.rows.numpy() + step.start)
-                out += partial
-        return out
-
-    def _elsewhere(
-        self, layer: int, x: torch.Tensor, pairs: _Pairs, tally: StepTally, step: slice, failed: set[str]
-    ) -> torch.Tensor:
-        """Compute pairs whose session failed: by a replica that holds them all, else locally."""
-        for session in self._holders(layer):
-            held = session.preamble
-            inside = bool(((pairs.ids >= held.begin) & (pairs.ids < held.end)).all())
-            if held.session in failed or not inside:
-                continue
-            partial = self._collect(session, self._send(session, x, pairs))
-            if partial is not None:
-                tally.count_remote(pairs.rows.numpy() + step.start)
-                return partial
-            failed.add(held.session)
-        return self._local(layer, x, pairs, tally, step)
-
-    def _local(self, layer: int, x: torch.Tensor, pairs: _Pairs, tally: StepTally, step: slice) -> torch.Tensor:
         bank = self._stage.banks[layer]
-        tally.count_local(pairs.rows.numpy() + step.start)
-        return bank.weighted_sum(x, pairs.rows, pairs.ids - bank.begin, pairs.weights)
+        pairs, total = Pairs.of(ids, weights), empty_sum(x, K)
+        self._examiner.arbitrate()
+        parts: list[Part] = []
+        away = np.zeros(len(pairs), dtype=np.bool_)
+        allowed = np.repeat(tally.network[step], K)
+        counts = np.bincount(pairs.ids[allowed], minlength=bank.end)
+        for key, experts in self._roster.plan(layer, counts, self._clock()).items():
+            mine = allowed & np.isin(pairs.ids, experts)
+            part = self._part(key, layer, x, pairs.where(mine), total.frame(pairs.where(mine)))
+            if part is not None:
+                away |= mine
+                parts.append(part)
 
-    def _holders(self, layer: int) -> list[Session]:
-        """Live sessions of a layer in a fixed order, so that sums are added in a fixed order."""
-        live = [s for s in list(self._live.values()) if s.preamble.layer == layer and not s.broken]
-        return sorted(live, key=lambda session: session.preamble.session)
+        def local(some: Pairs) -> None:
+            tally.count_local(some.rows + step.start)
+            total.local(bank, x, some)
 
-    def _send(self, session: Session, x: torch.Tensor, pairs: _Pairs) -> concurrent.futures.Future[torch.Tensor]:
-        """Start a request; the future holds the (T, D) weighted sum of these pairs."""
-        distinct, index = torch.unique(pairs.rows, return_inverse=True)
-        request = dispatch.Request(
-            wire=session.wire,
-            rows=np.ascontiguousarray(x[distinct].cpu().numpy()),
-            row_idx=index.numpy().astype(np.int32),
-            ids=(pairs.ids - session.preamble.begin).numpy().astype(np.int32),
-            weights=pairs.weights.cpu().numpy(),
+        def remote(some: Pairs) -> None:
+            tally.count_remote(some.rows + step.start)
+            self.pairs_remote[layer] += np.bincount(some.ids - bank.begin, minlength=bank.end - bank.begin)
+
+        for session in self._roster.probes(layer):
+            self._probe(session, layer, x, pairs, total)
+
+        if not parts:
+            local(pairs)
+            return total.result()
+        self.ask([ask for part in parts for ask in part.asks])
+        if not away.all():
+            local(pairs.where(~away))
+        for part in parts:
+            self._prepare(part)
+        self.counters.steps += 1
+        waited = self._clock()
+        gather(
+            self,
+            parts,
+            total,
+            local,
+            self._clock,
+            self._released,
+            remote,
+            lambda some: tally.count_failovers(some.rows + step.start),
         )
-        return asyncio.run_coroutine_threadsafe(self._request(session, request, distinct, x.shape[0]), self._loop)
+        spent_s = self._clock() - waited
+        waited_s = max(0.0, max(part.answered_at for part in parts) - waited)
+        tally.wait(spent_s, min(waited_s, spent_s))
+        self.counters.wait_ms += waited_s * 1e3
+        return total.result()
 
-    def _collect(self, session: Session, future: concurrent.futures.Future[torch.Tensor]) -> torch.Tensor | None:
-        try:
-            return future.result()
-        except (OSError, EOFError, TimeoutError, ValueError, concurrent.futures.CancelledError) as error:
-            session.stats.failures += 1
-            self._loop.call_soon_threadsafe(self._drop, session, f"{type(error).__name__}: {error}")
+    def _probe(self, session: Session, layer: int, x: torch.Tensor, pairs: Pairs, total: Sum) -> None:
+        """Ask a doubtful session for one row, and wait for nothing."""
+        held = session.worker.holds(layer) or range(0)
+        mine = pairs.where(np.flatnonzero((pairs.ids >= held.start) & (pairs.ids < held.stop))[:1])
+        part = self._part(session.key, layer, x, mine, total.frame(mine))
+        if part is not None:
+            self.ask(part.asks)
+            for ask in part.asks:
+                self.leave(ask)
+
+    def _prepare(self, part: Part) -> None:
+        """Get ready to look at an answer while it travels. Under load another wallet's worker does."""
+        session = self._roster.get(part.asks[0].key)
+        if session is None or not len(part.drawn):
+            return
+        if self._roster.elastic.saturated and session.worker.stats[part.layer].proven:
+            strangers = [
+                holder
+                for other, holder in self._roster.holders(part.layer, self._clock())
+                if holder.wallet != session.worker.wallet and other.worker.stats[part.layer].proven
+            ]
+            part.cross = coverage.replica(part.experts, strangers, part.asked)
+        if part.cross is None:
+            self._examiner.prepare(part, session.worker)
+
+    def _part(self, key: str, layer: int, x: torch.Tensor, pairs: Pairs, frame: tuple[I64, I64]) -> Part | None:
+        session = self._roster.get(key)
+        sent, row_idx = frame
+        if session is None or not len(pairs) or not session.worker.fits(len(sent), len(pairs)):
             return None
+        request = dispatch.Request(
+            wire=session.worker.wire,
+            rows=np.ascontiguousarray(x[torch.from_numpy(sent)].float().cpu().numpy()),
+            row_idx=row_idx.astype(np.int32),
+            ids=pairs.ids.astype(np.int32),
+            weights=pairs.weights,
+        )
+        drawn = self._examiner.draw(key, session.worker, layer, row_idx, len(sent))
+        part = Part(layer, pairs, sent, row_idx, request, drawn)
+        part.asks.append(self.make_ask(key, part))
+        return part
 
-    async def _request(
-        self, session: Session, request: dispatch.Request, distinct: torch.Tensor, batch: int
-    ) -> torch.Tensor:
-        n_rows, n_embd = request.rows.shape
-        n_pairs = len(request.ids)
-        # Hidden states beyond half precision's range would become infinite on the thrifty wire.
-        wire = session.wire if session.wire is not Wire.V2F16 or dispatch.fits_f16(request) else Wire.V2
-        encoded = dispatch.encode_request(request, wire)
-        size = dispatch.reply_bytes(wire, n_embd, n_rows, n_pairs)
-        waiting = _Pending(size, self._loop.create_future())
-        session.stats.in_flight += n_pairs
-        started = time.monotonic()
+    # -- what a star asks of its desk (``star.Desk``), on the compute thread ----------------------------
+
+    def make_ask(self, key: str, part: Part) -> Ask:
+        session, now = self._roster.get(key), self._clock()
+        late_ms = session.pace.late_ms(len(part.pairs)) if session else 0.0
+        part.asked.append(key)
+        return Ask(key, part, now, now + min(late_ms / 1e3, self._timeout_s))
+
+    def ask(self, asks: Sequence[Ask]) -> None:
+        self.counters.asks += len(asks)
+        for ask in asks:
+            if len(ask.part.asked) == 1:
+                self._budget.asked()
+            if session := self._roster.get(ask.key):
+                session.open_asks.add(ask)
+        self._loop.call_soon_threadsafe(self._start, list(asks))
+
+    def other(self, part: Part, *, hedge: bool) -> str | None:
+        holders, wallets = [], set()
+        for session, holder in self._roster.holders(part.layer, self._clock()):
+            if session.key in part.asked:
+                wallets.add(holder.wallet)
+            elif session.worker.stats[part.layer].proven and session.worker.fits(len(part.sent), len(part.pairs)):
+                holders.append(holder)
+        strangers = [holder for holder in holders if holder.wallet not in wallets]
+        found = coverage.replica(part.experts, strangers, part.asked) or coverage.replica(
+            part.experts, holders, part.asked
+        )
+        if hedge:
+            if found is not None and not self._budget.take():
+                found = None
+            self.counters.hedges += 1
+            for ask in part.asks:
+                if slow := self._roster.get(ask.key):
+                    slow.worker.stats[part.layer].hedges += 1
+        return found
+
+    def accept(self, ask: Ask, values: F32) -> bool:
+        part, session = ask.part, self._roster.get(ask.key)
+        if session is None:
+            return False  # it was caught or dropped while this answer waited
+        worker, stats = session.worker, session.worker.stats[part.layer]
+        if part.cross is not None and stats.proven:
+            one = Answered(worker, values[part.drawn])
+            self._loop.call_soon_threadsafe(self._spawn, self._cross_check(part, part.drawn, one))
+            self._accounts.pay(stats, part.request)
+            return True
+        if not stats.proven and len(part.drawn) < len(part.sent):
+            return False
+        checked_pairs = self._examiner.passes(ask.key, worker, part, values)
+        if checked_pairs is None:
+            return False
+        self._accounts.pay(stats, part.request, checked_pairs)
+        return True
+
+    def leave(self, ask: Ask) -> None:
+        ask.reply.add_done_callback(functools.partial(self._came_late, ask))
+
+    # -- frames, on the loop ------------------------------------------------------------------------------------------
+
+    def _start(self, asks: list[Ask]) -> None:
+        for ask in asks:
+            self._spawn(self._answer(ask))
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _tell_caught(self, worker: Worker, facts: dict[str, Any]) -> None:
+        self._loop.call_soon_threadsafe(self._caught, worker, facts)
+
+    def _caught(self, worker: Worker, facts: dict[str, Any]) -> None:
+        for session in self._roster:
+            if session.worker is worker:
+                self._drop(session, "quarantined")
+        if self._on_quarantine is not None:
+            self._on_quarantine(facts)
+
+    async def _answer(self, ask: Ask) -> None:
+        """Ask, and set the reply, whatever comes."""
+        session = self._roster.get(ask.key)
+        if session is None:
+            ask.reply.set_exception(ConnectionResetError("the session is closed"))
+            return
+        worker = session.worker
+        started = self._clock()
         try:
             async with asyncio.timeout(self._timeout_s):
-                if session.broken:
-                    raise ConnectionResetError("the session is closed")
-                session.pending.append(waiting)
-                session.writer.write(encoded)
-                await session.writer.drain()
-                reply = await waiting.reply
+                values = await worker.ask(ask.part.layer, ask.part.request, pay=False)
+        except (OSError, EOFError, TimeoutError, ValueError, WorkerError) as error:
+            worker.stats[ask.part.layer].failures += 1
+            refused = isinstance(error, WorkerError) and error.reason != "not_finite"
+            if refused:
+                session.rests_until = self._clock() + REST_S
+                log.info("session %s refuses a request: %s", worker.name, error)
+            else:
+                if isinstance(error, TimeoutError):
+                    self._roster.hung(session)
+                self._drop(session, f"{type(error).__name__}: {error}")
+            ask.reply.set_exception(error)
+        except BaseException:
+            ask.reply.cancel()
+            raise
+        else:
+            ask.answered_at = self._clock()
+            self._roster.answered(session, len(ask.part.pairs), (self._clock() - started) * 1e3)
+            ask.reply.set_result(values)
         finally:
-            session.stats.in_flight -= n_pairs
-        partial = _weighted(request, dispatch.decode_reply(wire, reply, n_embd), wire)
-        if not np.isfinite(partial).all() and np.isfinite(request.rows).all():
-            raise ValueError("the worker answered with values that are not finite")
-        self._acknowledge(session.stats, n_embd, n_rows, n_pairs, (time.monotonic() - started) * 1e3)
-        out = torch.zeros(batch, n_embd)
-        out[distinct] = torch.from_numpy(partial)
-        return out
+            session.open_asks.discard(ask)
 
-    def _acknowledge(self, stats: SessionStats, n_embd: int, n_rows: int, n_pairs: int, elapsed_ms: float) -> None:
-        stats.requests += 1
-        stats.rows += n_rows
-        stats.pairs += n_pairs
-        stats.paid_bytes += dispatch.paid_bytes(n_embd, n_rows, n_pairs)
-        stats.rtt_ms = elapsed_ms if stats.rtt_ms is None else 0.8 * stats.rtt_ms + 0.2 * elapsed_ms
-
-    def _drop(self, session: Session, why: str) -> None:
-        if session.broken:
+    def _came_late(self, ask: Ask, reply: Any) -> None:
+        """An answer that another one, or this machine, was faster than. It is paid if its slice is proven and it says
+        the same; if it does not, it is found out who is wrong."""
+        session, part = self._roster.get(ask.key), ask.part
+        if reply.cancelled() or reply.exception() is not None or session is None:
             return
-        session.broken = True
-        name = session.preamble.session
-        if self._live.get(name) is session:
-            del self._live[name]
-            session.stats.connected = False
-        log.info("session %s ends: %s", name, why)
-        with contextlib.suppress(OSError):
-            session.writer.close()
-        while session.pending:
-            waiting = session.pending.popleft()
-            if not waiting.reply.done():
-                waiting.reply.set_exception(ConnectionResetError(why))
+        stats = session.worker.stats[part.layer]
+        if not stats.proven:
+            return
+        rows = np.arange(len(part.sent))
+        used = self._roster.get(part.answered_by)
+        other = None if used is None or part.answer is None else Answered(used.worker, part.answer)
+        late = Answered(session.worker, reply.result(), part.request)
+        if self._examiner.compare(part, rows, late, other):
+            self._accounts.pay(stats, part.request)
+
+    async def _cross_check(self, part: Part, rows: I64, one: Answered) -> None:
+        """Ask another wallet's worker for the drawn rows of an answer."""
+        session = self._roster.get(part.cross)
+        if session is None:
+            return
+        request = some_rows(part.request, rows)
+        with contextlib.suppress(OSError, EOFError, TimeoutError, ValueError, WorkerError):
+            async with asyncio.timeout(self._timeout_s):
+                values = await session.worker.ask(part.layer, request, pay=False)
+            if self._examiner.compare(part, rows, one, Answered(session.worker, values, request)):
+                self._accounts.pay(session.worker.stats[part.layer], request)
+                self._examiner.checked_pairs += request.n_pairs
 
 
-async def _receive(session: Session) -> None:
-    """Hand each reply to the request it answers. Replies come in the order of requests: the wire has no ids.
-
-    Raises:
-        ValueError: the worker sent bytes that nobody asked for.
-        EOFError: the stream ended in the middle of a reply.
-    """
-    while data := await session.reader.read(_READ_BYTES):
-        while data:
-            if not session.pending:
-                raise ValueError("the worker sent bytes that nobody asked for")
-            waiting = session.pending[0]
-            missing = waiting.size - len(data)
-            body = data[: waiting.size] if missing <= 0 else data + await session.reader.readexactly(missing)
-            session.pending.popleft()
-            if not waiting.reply.done():
-                waiting.reply.set_result(body)
-            data = data[waiting.size :]
-
-
-def _fits(pairs: _Pairs, wire: Wire) -> bool:
-    """Whether one request of this wire can carry the pairs (v1 repeats a row for each of its pairs)."""
-    if wire is Wire.V1:
-        return len(pairs) <= dispatch.MAX_TOKENS
-    return len(pairs) <= dispatch.MAX_PAIRS and int(pairs.rows[-1] - pairs.rows[0]) < dispatch.MAX_ROWS
-
-
-def _weighted(request: dispatch.Request, reply: np.ndarray[Any, Any], wire: Wire) -> np.ndarray[Any, Any]:
-    """The (rows, D) weighted sums of a reply. v1 carries raw outputs, one a pair; the router weighs them itself."""
-    if wire is not Wire.V1:
-        return np.ascontiguousarray(reply, dtype=np.float32)
-    out = np.zeros_like(request.rows)
-    assert request.weights is not None  # noqa: S101 - set by _send for every wire
-    for pair, row in enumerate(request.row_idx):
-        out[row] += request.weights[pair] * reply[pair]
-    return out
+def _key(session: str, wallet: str) -> str:
+    """Session names are scoped to the wallet."""
+    return f"{session}@{wallet}"

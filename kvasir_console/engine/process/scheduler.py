@@ -42,6 +42,8 @@ log = logging.getLogger(__name__)
 
 MAX_QUEUE = 256
 """Most requests that wait for admission; a further one is refused."""
+MAX_WAIT_S = 120.0
+"""Longest wait for admission; then a request is refused, before anything of it was computed."""
 
 
 @dataclass(slots=True)
@@ -106,8 +108,18 @@ class _Running:
         return len(self.request.params.prompt_tokens)
 
     @property
+    def given(self) -> int:
+        """Tokens that were there when the request was admitted."""
+        return self.prompt_length + len(self.request.params.resumed)
+
+    @property
+    def fill(self) -> int:
+        """Rows before the first that decodes: the prompt's, and those of a resumed answer but its last token's."""
+        return max(self.prompt_length, self.given - 1)
+
+    @property
     def decoding(self) -> bool:
-        return self.fed >= self.prompt_length
+        return self.fed >= self.fill
 
 
 class Scheduler:
@@ -119,15 +131,18 @@ class Scheduler:
         *,
         max_queue: int = MAX_QUEUE,
         max_running: int = MAX_SEQUENCES,
+        max_wait_s: float = MAX_WAIT_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._pipeline = pipeline
         self._max_queue = max_queue
         self._max_running = max_running
+        self._max_wait_s = max_wait_s
         self._clock = clock
         self._waiting: deque[Request] = deque()
         self._running: list[_Running] = []
         self._gone: dict[int, asyncio.Event] = {}
+        self._patience: dict[int, asyncio.TimerHandle] = {}
         self._steps: set[asyncio.Task[None]] = set()
         self._full = False
         """Another rank had no memory for the next request: it waits until a sequence ends."""
@@ -147,7 +162,7 @@ class Scheduler:
         self._accepted = 0
 
     def submit(self, request: Request) -> None:
-        """Queue a request.
+        """Queue a request. One that waits for longer than ``max_wait_s`` ends with ``queue_timeout``.
 
         Raises:
             RequestError: ``kv_budget_exceeded``; not even an idle engine could hold it.
@@ -164,6 +179,8 @@ class Scheduler:
             )
         self._waiting.append(request)
         self._gone[id(request)] = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        self._patience[id(request)] = loop.call_later(self._max_wait_s, self._give_up, request)
         if self._task is None:
             self._task = asyncio.create_task(self._run(), name="scheduler")
         self._wake.set()
@@ -226,6 +243,8 @@ class Scheduler:
                 if self._pipeline.depth > 1:
                     self._start_steps()
                     await self._wake.wait()
+                elif self._steps:  # the pipeline has become shallower
+                    await self._wake.wait()
                 elif feeds := self._feeds():
                     await self._step(feeds)
                 else:
@@ -265,7 +284,7 @@ class Scheduler:
             self._admitted += 1
             request.progress.cached_tokens = sequence.reused
             request.admitted()
-            tokens = list(request.params.prompt_tokens)
+            tokens = [*request.params.prompt_tokens, *request.params.resumed]
             self._running.append(_Running(request, sequence, tokens, sequence.reused, next(self._turn)))
 
     async def _end(self, each: _Running) -> None:
@@ -278,7 +297,8 @@ class Scheduler:
         except Exception as error:  # a trace that cannot be written, say
             each.error = each.error or as_engine_error(error)
         refused = each.error is not None and each.error.code == "kv_budget_full"
-        if refused and not each.cancelled and len(each.tokens) == each.prompt_length and self._running:
+        patient = self._patience[id(request)].when() > asyncio.get_running_loop().time()
+        if refused and patient and not each.cancelled and len(each.tokens) == each.given and self._running:
             self._full = True
             self._waiting.appendleft(request)
             return
@@ -286,7 +306,15 @@ class Scheduler:
         request.finish(each.error)
         self._leave(request)
 
+    def _give_up(self, request: Request) -> None:
+        """A request has waited for too long, unless it waits no more."""
+        if request in self._waiting:
+            self._waiting.remove(request)
+            request.finish(_waited(self._max_wait_s))
+            self._leave(request)
+
     def _leave(self, request: Request) -> None:
+        self._patience.pop(id(request)).cancel()
         self._gone.pop(id(request)).set()
         self._wake.set()
 
@@ -308,11 +336,12 @@ class Scheduler:
         feeds: list[tuple[_Running, Feed]] = []
         room = PREFILL_CHUNK
         for each in prompts:
-            end = min((each.fed // PREFILL_CHUNK + 1) * PREFILL_CHUNK, each.prompt_length)
+            end = min((each.fed // PREFILL_CHUNK + 1) * PREFILL_CHUNK, each.fill)
             if end - each.fed > room:
                 break
             room -= end - each.fed
-            feeds.append(self._feed(each, each.tokens[each.fed : end], int(end == each.prompt_length)))
+            resumed = each.given > each.prompt_length
+            feeds.append(self._feed(each, each.tokens[each.fed : end], int(end == each.fill and not resumed)))
         return feeds
 
     def _decode_feeds(self, decoding: list[_Running]) -> list[tuple[_Running, Feed]]:
@@ -327,7 +356,9 @@ class Scheduler:
 
     def _feed(self, each: _Running, tokens: list[int], choices: int) -> tuple[_Running, Feed]:
         each.busy, each.served = True, next(self._turn)
-        return each, Feed(each.sequence, tokens, each.fed, choices)
+        resumed = each.given > each.prompt_length
+        refill, again = resumed and choices == 0, resumed and each.fed == each.fill
+        return each, Feed(each.sequence, tokens, each.fed, choices, refill, again)
 
     def _draft(self, each: _Running, rows: int, expected: float) -> list[int]:
         request = each.request
@@ -356,7 +387,7 @@ class Scheduler:
             nonlocal batch, started
             over = self._account(batch, outcomes, self._clock() - started)
             loop.call_soon_threadsafe(_flush, [each.request for each, _ in batch if each in self._running])
-            if over or self._wake.is_set() or self._pipeline.depth > 1:
+            if over or self._wake.is_set() or self._pipeline.depth > 1 or self._steps:
                 return []
             batch, started = self._feeds(), self._clock()
             return [feed for _, feed in batch]
@@ -418,6 +449,14 @@ class Scheduler:
 def _flush(requests: list[Request]) -> None:
     for request in requests:
         request.flush()
+
+
+def _waited(seconds: float) -> EngineError:
+    return EngineError(
+        "queue_timeout",
+        f"The request waited {seconds:g} s for memory for its keys and values; other requests had it all.",
+        "Try again shortly, shorten the prompt or lower max_tokens.",
+    )
 
 
 def _closed() -> EngineError:

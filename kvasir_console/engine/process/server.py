@@ -9,10 +9,10 @@ import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+from kvasir_console.engine.process.router import Router
 from kvasir_console.engine.process.verbs import ENTRY_VERBS, Engine, VerbSession
 from kvasir_console.paths import check_socket_path
-from kvasir_console.relay.wire.preamble import SIZE as PREAMBLE_BYTES
-from kvasir_console.relay.wire.preamble import Kind, Preamble, PreambleError
+from kvasir_console.relay.wire.preamble import Kind, Preamble, PreambleError, read_preamble
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class EngineServer:
     async def _serve_data(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             async with asyncio.timeout(PREAMBLE_TIMEOUT_S):
-                preamble = Preamble.decode(await reader.readexactly(PREAMBLE_BYTES))
+                preamble = await read_preamble(reader)
             await self._route(preamble, reader, writer)
         except (PreambleError, TimeoutError, ValueError) as error:
             log.warning("a data connection is refused: %s", error)
@@ -82,8 +82,10 @@ class EngineServer:
             raise ValueError("nothing is loaded yet")
         if preamble.kind is Kind.DISPATCH and loaded.router is not None:
             await loaded.router.serve(preamble, reader, writer)
+        elif preamble.kind is Kind.ROUTER and loaded.router is not None:
+            await _serve_worker(loaded.router, reader, writer)
         elif preamble.kind is Kind.EXPERTS and loaded.experts is not None:
-            await loaded.experts.serve(reader, writer)
+            await loaded.experts.serve(preamble, reader, writer)
         elif preamble.kind is Kind.RING_NEXT and loaded.ring is not None:
             await loaded.ring.serve_next(reader, writer)
         elif preamble.kind is Kind.RING_PREV and loaded.ring is not None:
@@ -92,6 +94,14 @@ class EngineServer:
             await VerbSession(self._engine, reader, writer, allowed=ENTRY_VERBS).run()
         else:
             raise ValueError(f"this engine's load does not serve {preamble.kind.name}")
+
+
+async def _serve_worker(router: Router, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Wait until the hub joins a worker to this session, which it says first. Raises ``ValueError``."""
+    worker = await read_preamble(reader)
+    if worker.kind is not Kind.DISPATCH:
+        raise PreambleError(f"a worker's session began as {worker.kind.name}")
+    await router.serve(worker, reader, writer)
 
 
 async def _listen(path: Path, serve: Serve) -> asyncio.Server:

@@ -30,12 +30,25 @@ class StepTally:
         self.network: npt.NDArray[np.bool_] = np.array(network, dtype=np.bool_)
         self._pairs = np.zeros((3, len(network)), dtype=np.int64)  # local, remote, failed over
         self._seen: dict[int, int] = {}
+        self.spent_s = 0.0
+        """Time in which nothing was left to compute for this step."""
+        self.waited_s = 0.0
+        """The part of it in which answers were under way."""
 
     def take(self, layer: int, count: int) -> slice:
         """The step's rows that the next ``count`` rows of ``layer`` are."""
         begin = self._seen.get(layer, 0)
         self._seen[layer] = begin + count
         return slice(begin, begin + count)
+
+    def wait(self, spent_s: float, waited_s: float) -> None:
+        """A layer's answers have come."""
+        self.spent_s += spent_s
+        self.waited_s += waited_s
+
+    def rest_local(self, layers: int, pairs_per_row: int) -> None:
+        """Of so many layers, those that no call came to were computed here whole."""
+        self._pairs[0] += pairs_per_row * (layers - len(self._seen))
 
     def local_everywhere(self, pairs_per_row: int) -> None:
         """Every row had this many pairs, all computed here."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from kvasir_console.engine.quant import fp4, iquants, kquants, legacy, plain, ternary
 from kvasir_console.errors import ModelError
 
-__all__ = ["CHUNK_VALUES", "FORMATS", "BlockFormat", "dequantize"]
+__all__ = ["CHUNK_VALUES", "FORMATS", "BlockFormat", "dequantize", "format_of"]
 
 CHUNK_VALUES = 1 << 18
 """Values dequantised at a time. Scratch beside the result is at most 24 bytes per value of a chunk, about 6 MiB, and a
@@ -66,6 +66,18 @@ FORMATS: dict[int, BlockFormat] = {
 """By ggml type id (ggml.h). Ids that are absent were removed from ggml, hold integers, or are made only in memory."""
 
 
+def format_of(ggml_type: int) -> BlockFormat:
+    """Raises ``ModelError`` ``unsupported_quant`` for a type that is not in ``FORMATS``."""
+    block_format = FORMATS.get(int(ggml_type))
+    if block_format is None:
+        raise ModelError(
+            "unsupported_quant",
+            f"tensors of ggml type {_type_name(int(ggml_type))} cannot be read by this engine.",
+            "Use a file whose tensors are " + ", ".join(sorted(f.name for f in FORMATS.values())) + ".",
+        )
+    return block_format
+
+
 def dequantize(raw: Tensor, ggml_type: int) -> Tensor:
     """Whole blocks, uint8 (bytes,), to their values, f32 (values,), on the device of ``raw``.
 
@@ -76,13 +88,7 @@ def dequantize(raw: Tensor, ggml_type: int) -> Tensor:
         ModelError: ``unsupported_quant`` for a type that is not in ``FORMATS``; ``partial_block`` when ``raw`` does not
             hold a whole number of blocks.
     """
-    block_format = FORMATS.get(int(ggml_type))
-    if block_format is None:
-        raise ModelError(
-            "unsupported_quant",
-            f"tensors of ggml type {_type_name(int(ggml_type))} cannot be read by this engine.",
-            "Use a file whose tensors are " + ", ".join(sorted(f.name for f in FORMATS.values())) + ".",
-        )
+    block_format = format_of(ggml_type)
     n_blocks, rest = divmod(raw.numel(), block_format.block_bytes)
     if rest:
         raise ModelError(

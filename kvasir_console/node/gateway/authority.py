@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
 from kvasir_console.errors import WalletError
 from kvasir_console.node.gateway.census import Census
+from kvasir_console.node.gateway.coverage import Window
 from kvasir_console.node.gateway.identity import Identity
+from kvasir_console.node.gateway.metering import ring_worker_id
 from kvasir_console.node.gateway.plans import PlannedRing
 from kvasir_console.relay.authority import Admission, Refused
 from kvasir_console.relay.closing import CloseCode
 from kvasir_console.relay.hub import EXPERT_PATH
-from kvasir_console.relay.wire.preamble import Kind, Preamble
+from kvasir_console.relay.uplink import MAX_WAITING, STAR_EDGE
+from kvasir_console.relay.wire.preamble import Kind, Preamble, Wire
 
 
 class Trunks(Protocol):
@@ -30,11 +35,16 @@ class Sessions(Protocol):
 
     def admitted(self, session: str, wallet: str, worker_id: str, model: str, platform: Mapping[str, str]) -> None: ...
 
+    def quarantined(self, wallet: str, worker_id: str) -> bool:
+        """Whether a worker was caught with a wrong answer. Blocks."""
+        ...
+
 
 class HubAuthority:
     """Answers the hub from tokens, the census and the signed plans.
 
     * An expert session belongs to the wallet that registered its name by a coverage report; only that wallet dials it.
+    * A stage's sessions for workers belong to the wallet that the plan names for it.
     * A ring edge admits the wallet that the plan names at that end, the entry edge the wallet of rank 0.
     """
 
@@ -61,23 +71,33 @@ class HubAuthority:
         except WalletError as error:
             raise Refused(CloseCode.UNAUTHORISED, error.code.replace("_", " ")) from error
         if path == EXPERT_PATH:
-            return self._expert(wallet, query.get("session", ""))
+            return await self._expert(wallet, query.get("session", ""))
         return self._ring(wallet, query)
 
-    def _expert(self, wallet: str, session: str) -> Admission:
+    async def _expert(self, wallet: str, session: str) -> Admission:
         worker = self._census.session(session, self._clock())
         if worker is None:
             raise Refused(CloseCode.UNKNOWN_SESSION, "report coverage before dialling")
         if worker.wallet != wallet:
             raise Refused(CloseCode.FORBIDDEN, "the session belongs to another wallet")
-        socket = self._trunks.data_socket(worker.model)
-        if socket is None or not self._census.wired(worker):
+        if await asyncio.to_thread(self._sessions.quarantined, wallet, worker.worker_id):
+            raise Refused(CloseCode.FORBIDDEN, "this worker is quarantined: it answered wrongly")
+        socket, ring = self._trunks.data_socket(worker.model), self._rings.get(worker.model)
+        if (socket is None and ring is None) or not self._census.wired(worker):
             raise Refused(CloseCode.UPSTREAM, "no engine dispatches to this window now")
-        window = worker.windows[0]
+        window, *others = worker.windows
+        # Only version 3 says which slice a request is for; an older wire serves the first window.
+        more = [
+            (each.layer, each.begin, each.end)
+            for each in others
+            if worker.wires & Wire.V3 and self._census.fits(each) and (ring is None or _same_rank(ring, window, each))
+        ]
         self._sessions.admitted(session, wallet, worker.worker_id, worker.model, worker.platform)
         return Admission(
             key=session,
             wallet=wallet,
+            worker=worker.worker_id,
+            model_digest=self._census.models[worker.model].digest.hex(),
             preamble=Preamble(
                 kind=Kind.DISPATCH,
                 session=session,
@@ -87,8 +107,10 @@ class HubAuthority:
                 begin=window.begin,
                 end=window.end,
                 wires=worker.wires,
+                more=tuple(more),
             ),
             engine_socket=socket,
+            star=None if ring is None else _star(ring, _rank_of(ring, window.layer)),
         )
 
     def _ring(self, wallet: str, query: Mapping[str, str]) -> Admission:
@@ -97,6 +119,8 @@ class HubAuthority:
         if ring is None:
             raise Refused(CloseCode.UNKNOWN_SESSION, "no plan names this ring")
         stages = ring.plan.stages
+        if edge.startswith(STAR_EDGE):
+            return _waiting(ring, wallet, edge)
         entry = edge == "entry"
         if not entry and not (edge.isascii() and edge.isdigit() and len(edge) < 5 and int(edge) < len(stages)):
             raise Refused(CloseCode.UNKNOWN_SESSION, "the ring has no such edge")
@@ -106,7 +130,34 @@ class HubAuthority:
         rank = 0 if entry else (int(edge) + (role == "N")) % len(stages)
         if stages[rank].wallet != wallet:
             raise Refused(CloseCode.FORBIDDEN, "the plan names another wallet here")
+        admission = Admission("", wallet, ring_worker_id(ring_id, rank), ring.plan.model_digest)
         if entry:
-            return Admission(key=f"{ring_id}/entry/N", wallet=wallet, entry_model=ring.plan.model)
+            return replace(admission, key=f"{ring_id}/entry/N", entry_model=ring.plan.model)
         name = f"{ring_id}/{int(edge)}"
-        return Admission(key=f"{name}/{role}", wallet=wallet, peer_key=f"{name}/{'N' if role == 'P' else 'P'}")
+        return replace(admission, key=f"{name}/{role}", peer_key=f"{name}/{'N' if role == 'P' else 'P'}")
+
+
+def _waiting(ring: PlannedRing, wallet: str, edge: str) -> Admission:
+    """A session that a stage keeps for one worker: ``experts-<slot>``, by the wallet that the plan names."""
+    slot = edge.removeprefix(STAR_EDGE)
+    if not (slot.isascii() and slot.isdigit() and len(slot) < 4 and int(slot) < MAX_WAITING):
+        raise Refused(CloseCode.UNKNOWN_SESSION, f"a stage keeps sessions {STAR_EDGE}0 to {STAR_EDGE}{MAX_WAITING - 1}")
+    rank = next((stage.rank for stage in ring.plan.stages if stage.wallet == wallet), None)
+    if rank is None:
+        raise Refused(CloseCode.FORBIDDEN, "the plan does not name this wallet")
+    star = _star(ring, rank)
+    worker = ring_worker_id(ring.plan.ring, rank)
+    return Admission(f"{star}/{int(slot)}", wallet, worker, ring.plan.model_digest, star=star)
+
+
+def _star(ring: PlannedRing, rank: int) -> str:
+    return f"{ring.plan.ring}/experts/{rank}"
+
+
+def _same_rank(ring: PlannedRing, one: Window, other: Window) -> bool:
+    return _rank_of(ring, one.layer) == _rank_of(ring, other.layer)
+
+
+def _rank_of(ring: PlannedRing, layer: int) -> int:
+    """The rank that holds a layer and so owns its router; a plan's windows hold every layer."""
+    return next(stage.rank for stage in ring.plan.stages if stage.begin <= layer < stage.end)

@@ -11,7 +11,7 @@ import hashlib
 import os
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,8 +45,8 @@ class CatalogModel:
 
     @property
     def offered(self) -> OfferedModel | None:
-        """What the expert market offers of it: only a trunk dispatches experts."""
-        if self.placement != "trunk" or not self.shape.moe_layers:
+        """What the expert market offers of it, if it has experts."""
+        if not self.shape.moe_layers:
             return None
         return OfferedModel(
             self.id, self.shape.n_layer, self.shape.n_embd, self.shape.n_expert, self.shape.moe_layers, self.digest
@@ -81,7 +81,7 @@ def read_catalog(models: tuple[ServedModel, ...]) -> dict[str, CatalogModel]:
                 shape=shape,
                 digest=(digest := model_digest(checkpoint)),
                 source_digest=(source := source_digest(checkpoint)),
-                revision=_revision(path, digest, source),
+                revision=_revision((part.path for part in checkpoint.parts), digest, source),
             )
     return catalog
 
@@ -163,9 +163,9 @@ def _touch(file: Path) -> bool:
     return True
 
 
-def _revision(path: Path, digest: bytes, source: str) -> str:
-    status = path.stat()
-    identity = f"{digest.hex()} {source} {status.st_size} {status.st_mtime_ns}"
+def _revision(paths: Iterable[Path], digest: bytes, source: str) -> str:
+    statuses = [path.stat() for path in paths]
+    identity = " ".join([digest.hex(), source, *(f"{each.st_size} {each.st_mtime_ns}" for each in statuses)])
     return hashlib.sha256(identity.encode()).hexdigest()[:16]
 
 

@@ -5,20 +5,24 @@ A parameter that would change the answer and that this gateway cannot honour is 
 
 from __future__ import annotations
 
+import hashlib
 import math
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvasir_console.engine.process.client import GenerateRequest
+from kvasir_console.engine.process.client import MAX_LOGPROBS, GenerateRequest
 from kvasir_console.errors import RequestError
 
 DEFAULT_MAX_TOKENS = 1024
 MAX_MESSAGES = 2048
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 256
+MAX_SESSION_CHARACTERS = 1024
 _SEED_MODULUS = 2**63
+_PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "penalty_last_n": -1}
+"""And what they are where nobody asks for any."""
 _ROLES = {
     "system": "system",
     "developer": "system",
@@ -48,6 +52,17 @@ class ChatRequest:
     top_p: float
     seed: int
     stop: tuple[str, ...]
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    penalty_last_n: int = -1
+    """How many of the last tokens, prompt included, the penalties look at; -1 for all of them."""
+    logprobs: int | None = None
+    """Alternatives to report beside each token's log probability; ``None`` for neither."""
+    session: str = ""
+    """The caller's name for what belongs together: ``prompt_cache_key``, or ``user``."""
     ignore_eos: bool = False
     """Generate past an end-of-text token, up to the limit; as other inference servers name it."""
     experts: str = "network"
@@ -55,7 +70,16 @@ class ChatRequest:
     extended: bool = False
     """The body has the ``kvasir`` extension, which is for the operator's own machines."""
 
-    def to_engine(self, max_tokens: int) -> GenerateRequest:
+    def to_engine(self, max_tokens: int, caller: str = "") -> GenerateRequest:
+        """The request as the engine takes it.
+
+        A session is known to the engine, which may be another's machine, by a digest of its name and ``caller``: two
+        callers that choose the same name share nothing.
+        """
+        penalties: dict[str, Any] = {name: getattr(self, name) for name in _PENALTIES}
+        if all(penalties[name] == neutral for name, neutral in _PENALTIES.items() if name != "penalty_last_n"):
+            penalties = {}
+        session = hashlib.sha256(f"{caller}\0{self.session}".encode()).hexdigest() if self.session else ""
         return GenerateRequest(
             prompt=self.prompt,
             messages=self.messages,
@@ -64,6 +88,11 @@ class ChatRequest:
             top_p=self.top_p,
             seed=self.seed,
             stop=self.stop,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            **penalties,
+            logprobs=self.logprobs,
+            session=session,
             ignore_eos=self.ignore_eos,
             experts=self.experts,
             trace=self.trace,
@@ -83,11 +112,19 @@ def parse_chat(body: Mapping[str, Any]) -> ChatRequest:
         stream=_flag(body, "stream"),
         prompt=prompt,
         messages=_messages(body.get("messages")) if prompt is None else None,
-        max_tokens=_integer(body, limits[0], 1, 2**31 - 1) if limits else None,
+        max_tokens=_integer(body, limits[0], 1, 2**31 - 1, 1) if limits else None,
         temperature=_number(body, "temperature", 1.0, 0.0, 2.0),
         top_p=_number(body, "top_p", 1.0, 0.0, 1.0),
         seed=_seed(body.get("seed")),
         stop=_stop(body.get("stop")),
+        top_k=_top_k(body),
+        min_p=_number(body, "min_p", 0.0, 0.0, 1.0),
+        repetition_penalty=_number(body, "repetition_penalty", 1.0, 0.01, 10.0),
+        presence_penalty=_number(body, "presence_penalty", 0.0, -2.0, 2.0),
+        frequency_penalty=_number(body, "frequency_penalty", 0.0, -2.0, 2.0),
+        penalty_last_n=_integer(body, "penalty_last_n", -1, 2**31 - 1, -1),
+        logprobs=_logprobs(body),
+        session=_session(body),
         ignore_eos=_flag(body, "ignore_eos"),
         experts=experts,
         trace=trace,
@@ -100,14 +137,9 @@ def _refuse_unsupported(body: Mapping[str, Any]) -> None:
         raise _unsupported("n", "One answer a request is given here.")
     if body.get("tools") and body.get("tool_choice") != "none":
         raise _unsupported("tools", "Tool calls are not served here; leave tools out or set tool_choice to none.")
-    if body.get("logprobs") or body.get("top_logprobs"):
-        raise _unsupported("logprobs", "Log probabilities are not served here.")
     form = body.get("response_format")
     if form is not None and (not isinstance(form, Mapping) or form.get("type") != "text"):
         raise _unsupported("response_format", "Only the text format is served here.")
-    for penalty in ("frequency_penalty", "presence_penalty"):
-        if body.get(penalty) not in (None, 0, 0.0):
-            raise _unsupported(penalty, f"{penalty} is not served here.")
     if body.get("logit_bias"):
         raise _unsupported("logit_bias", "logit_bias is not served here.")
 
@@ -186,11 +218,37 @@ def _flag(body: Mapping[str, Any], key: str) -> bool:
     return bool(value)
 
 
-def _integer(body: Mapping[str, Any], key: str, low: int, high: int) -> int:
-    value = body[key]
+def _integer(body: Mapping[str, Any], key: str, low: int, high: int, default: int) -> int:
+    value = body.get(key)
+    if value is None:
+        return default
     if type(value) is not int or not low <= value <= high:
-        raise ParameterError(key, f"{key} must be a whole number from {low}.")
+        raise ParameterError(key, f"{key} must be a whole number from {low} to {high}.")
     return value
+
+
+def _top_k(body: Mapping[str, Any]) -> int:
+    """0, and as other inference servers have it -1, keep every token."""
+    return max(0, _integer(body, "top_k", -1, 2**31 - 1, 0))
+
+
+def _logprobs(body: Mapping[str, Any]) -> int | None:
+    top = _integer(body, "top_logprobs", 0, MAX_LOGPROBS, 0)
+    if _flag(body, "logprobs"):
+        return top
+    if top:
+        raise ParameterError("top_logprobs", "top_logprobs needs logprobs to be true.")
+    return None
+
+
+def _session(body: Mapping[str, Any]) -> str:
+    for key in ("prompt_cache_key", "user"):
+        value = body.get(key)
+        if value is not None and (not isinstance(value, str) or len(value) > MAX_SESSION_CHARACTERS):
+            raise ParameterError(key, f"{key} must be a text of at most {MAX_SESSION_CHARACTERS} characters.")
+        if value:
+            return f"{key}:{value}"
+    return ""
 
 
 def _number(body: Mapping[str, Any], key: str, default: float, low: float, high: float) -> float:

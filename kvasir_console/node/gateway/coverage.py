@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from kvasir_console.errors import UsageError
-from kvasir_console.relay.wire.preamble import Wire
+from kvasir_console.relay.wire.preamble import Wire, wires_named
 
 MAX_SEGMENTS = 256
 MAX_SESSION_LENGTH = 128
@@ -79,7 +79,7 @@ def parse_report(body: Mapping[str, Any], *, service: bool = False) -> Report:
         model=model,
         windows=tuple(dict.fromkeys(windows[:MAX_SEGMENTS])),
         session=session_name(worker_id, body.get("url"), service=service),
-        wires=_wires(wires) if isinstance(wires, list) else Wire.V2,
+        wires=(wires_named(wires[:16]) if isinstance(wires, list) else Wire(0)) or Wire.V2,
         platform=_platform(body),
     )
 
@@ -125,15 +125,6 @@ def _whole(number: object) -> int | None:
     if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0 <= number < 2**31:
         return None
     return int(number) if number == int(number) else None
-
-
-def _wires(names: Sequence[object]) -> Wire:
-    known = {"v1": Wire.V1, "v2": Wire.V2, "v2f16": Wire.V2F16}
-    found = Wire(0)
-    for name in names[:16]:
-        if isinstance(name, str):
-            found |= known.get(name, Wire(0))
-    return found or Wire.V2
 
 
 def _platform(body: Mapping[str, Any]) -> dict[str, str]:

@@ -16,6 +16,7 @@ from dataclasses import replace
 from kvasir_console.engine.process.client import DoneEvent, GenerateRequest, TokenEvent
 from kvasir_console.errors import EngineError, KvasirError
 from kvasir_console.node.gateway.backends import Backend, Event
+from kvasir_console.node.gateway.idempotency import RequestName, fresh_id
 from kvasir_console.node.gateway.slots import Slots
 from kvasir_console.node.gateway.store import RequestRecord, Store
 
@@ -23,6 +24,7 @@ log = logging.getLogger(__name__)
 
 SILENCE_S = 300.0
 """Longest time without an event, the prompt included (gateway contract 6.1: engine and gateway wait 300 s)."""
+COMPLETE = ("stop", "length")
 TEMPLATE_TOKENS = 1024
 MESSAGE_TOKENS = 64
 
@@ -110,6 +112,9 @@ class Generation:
         """Hand a token on. More than were asked for, or something else, would be paid for: refused."""
         if type(event.token) is not int or not isinstance(event.text, str):
             raise EngineError("engine_misbehaved", "The engine sent something that is no token.")
+        asked = -1 if self._request.logprobs is None else self._request.logprobs
+        if (event.logprob is not None) != (asked >= 0) or len(event.top or ()) > max(asked, 0):
+            raise EngineError("engine_misbehaved", "The engine sent other log probabilities than it was asked for.")
         if len(self._tokens) >= self._request.max_tokens:
             raise EngineError("engine_misbehaved", "The engine sent more tokens than it was asked for.")
         self._tokens.append(event.token)
@@ -119,9 +124,10 @@ class Generation:
         """The end as far as it agrees with what was seen here."""
         return replace(
             done,
-            finish_reason=done.finish_reason if done.finish_reason in ("stop", "length") else "stop",
+            finish_reason=done.finish_reason if done.finish_reason in COMPLETE else "stop",
             prompt_tokens=self._prompt_tokens,
             completion_tokens=len(self._tokens),
+            cached_tokens=min(max(done.cached_tokens, 0), self._prompt_tokens),
         )
 
     async def _record(self, store: Store, now: int, end: Event | KvasirError) -> None:
@@ -164,6 +170,14 @@ class Generations:
         self._running[task] = generation
         task.add_done_callback(self._ended)
         return generation
+
+    async def id_of(self, name: RequestName) -> str:
+        """The id to book a request under: its own, unless what was booked there ended before it was complete."""
+        if name.given:
+            row = await asyncio.to_thread(self._store.request, name.id)
+            if row is not None and row["finished"] is not None and row["finish"] not in COMPLETE:
+                return fresh_id()
+        return name.id
 
     async def idle(self) -> None:
         """Wait until every generation that runs now is recorded."""

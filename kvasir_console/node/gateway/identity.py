@@ -7,6 +7,7 @@ the key that node tokens are authenticated with, and the hub's signing key.
 from __future__ import annotations
 
 import asyncio
+import base64
 import hmac
 import os
 import secrets
@@ -19,9 +20,11 @@ from pathlib import Path
 from nacl.signing import SigningKey
 
 from kvasir_console.errors import KvasirError, SystemResourceError, UsageError, WalletError
+from kvasir_console.node.gateway import hubkey
 from kvasir_console.node.gateway.store import NONCE_TTL_S, Store
 from kvasir_console.paths import private_directory
 from kvasir_console.relay.wire import signed
+from kvasir_console.relay.wire.statement import Rotation
 from kvasir_console.wallet.delegation import Delegation, parse_details
 from kvasir_console.wallet.keys import decode_signature, encode_address, verify
 
@@ -36,6 +39,8 @@ class Secrets:
     service_token: str = field(repr=False)
     node_token_key: bytes = field(repr=False)
     hub_seed: bytes = field(repr=False)
+    rotations: tuple[Rotation, ...] = ()
+    """How the hub's key came to be the one it is, oldest first."""
 
     @classmethod
     def load(cls, directory: Path, service_token_file: Path | None = None) -> Secrets:
@@ -45,6 +50,7 @@ class Secrets:
             SystemResourceError: a file cannot be read or made, or others may read it.
         """
         private_directory(directory)
+        hubkey.finish_rotation(directory)
         file = service_token_file or directory / "service-token"
         token = _secret(file, lambda: secrets.token_urlsafe(_SECRET_BYTES).encode()).decode("ascii", "replace").strip()
         if len(token) < MIN_SERVICE_TOKEN_CHARACTERS or not token.isprintable() or not token.isascii():
@@ -63,7 +69,7 @@ class Secrets:
                     "Restore it from a backup; removing it voids every node token or pinned hub key.",
                 )
             keys.append(key)
-        return cls(token, keys[0], keys[1])
+        return cls(token, keys[0], keys[1], hubkey.read_rotations(directory))
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +106,24 @@ class Identity:
     def hub_key(self) -> str:
         """The hub's public key in base58."""
         return encode_address(bytes(self._hub_key.verify_key))
+
+    @property
+    def hub_key_rotations(self) -> list[dict[str, str]]:
+        """As ``/api/config`` announces them."""
+        return [
+            {"text": each.text(), "signature": base64.b64encode(each.signature).decode()}
+            for each in self._secrets.rotations
+        ]
+
+    async def check_statement_key(self, wallet: str, key: str) -> None:
+        """Raises ``WalletError`` unless ``key`` may acknowledge statements for ``wallet`` now."""
+        if (
+            key != wallet
+            and await asyncio.to_thread(self._store.delegated_until, wallet, key, int(self._clock())) is None
+        ):
+            raise WalletError(
+                "delegation_unknown", "That key may not acknowledge for this wallet.", "Unlock the wallet again."
+            )
 
     def sign_as_hub(self, message: bytes) -> bytes:
         signature: bytes = self._hub_key.sign(message).signature

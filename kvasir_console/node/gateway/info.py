@@ -16,10 +16,10 @@ from kvasir_console.node.gateway.identity import Identity
 from kvasir_console.node.gateway.openai import OpenAI
 from kvasir_console.node.gateway.payout import TREASURY_FACT
 from kvasir_console.node.gateway.store import Store
+from kvasir_console.relay.wire.preamble import WIRE_NAMES
 from kvasir_console.wallet import settlement, token
 
 SYMBOL = "KVR"
-DISPATCH_WIRES = ("v1", "v2", "v2f16")
 _OS = {"Linux": "linux", "Darwin": "macos", "Windows": "windows"}
 
 
@@ -54,12 +54,14 @@ class Info:
         """Gateway contract 1.3, then the extensions, which a client uses only if it finds them here."""
         owner, vault = await self._treasury()
         extensions: dict[str, Any] = {
-            "wires": list(DISPATCH_WIRES),
+            "wires": list(WIRE_NAMES),
             "relay_token_header": True,
             "placement": 1,
             "signed_actions": 1,
             "delegation": 1,
+            "statements": 1,
             "hub_key": self._identity.hub_key,
+            "hub_key_rotations": self._identity.hub_key_rotations,
         }
         return JSONResponse(
             {
@@ -83,7 +85,7 @@ class Info:
                 "hostOs": _OS.get(platform.system(), "unknown"),
                 "minOperatorKvr": 0,
                 "minimumClaimMicroKvr": self._gateway.minimum_claim_micro_kvr,
-                "dispatch_wires": list(DISPATCH_WIRES),
+                "dispatch_wires": list(WIRE_NAMES),
                 "relay_token_header": True,
                 "extensions": extensions,
             }

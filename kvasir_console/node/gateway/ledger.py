@@ -75,6 +75,8 @@ class Reading:
     micro_units: int
     model: str = ""
     perf_tps: float | None = None
+    bonus: Fraction = Fraction(1)
+    """What the operator multiplies this wallet's work by."""
     platform: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -163,7 +165,7 @@ class Ledger:
         """Turn everything pending of ``wallet`` into a claim.
 
         Raises:
-            LedgerError: ``nothing_pending`` or ``below_minimum``.
+            LedgerError: ``nothing_pending``, ``below_minimum`` or ``claim_too_large``.
         """
         with self._store.write() as connection:
             rows = connection.execute(
@@ -174,6 +176,10 @@ class Ledger:
             ).all()
             pending = [(row, row.credited_micro_kvr - row.claimed_micro_kvr) for row in rows]
             total = sum(amount for _, amount in pending)
+            if total > _MAX_INTEGER:
+                raise LedgerError(
+                    "claim_too_large", f"{wallet} has more to claim than one claim holds.", "Tell the operator."
+                )
             if total <= 0:
                 raise LedgerError("nothing_pending", f"{wallet} has nothing to claim.")
             if not settlement.claimable(total, minimum_micro_kvr):
@@ -336,7 +342,7 @@ def _advance_counter(connection: Connection, reading: Reading) -> int:
 def _credit_units(connection: Connection, reading: Reading, micro_units: int, now: int) -> int:
     key = _account_key(reading.wallet, reading.worker_id, reading.kind)
     row = connection.execute(sa.select(accounts).where(*key).with_for_update()).one_or_none()
-    multiplier = settlement.tier(reading.perf_tps).multiplier
+    multiplier = settlement.tier(reading.perf_tps).multiplier * reading.bonus
     carried = Fraction(0) if row is None else _carried(row)
     credit = settlement.credit(micro_units, multiplier, carried=carried)
     total_units = micro_units + (0 if row is None else row.micro_units)

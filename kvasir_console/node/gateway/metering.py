@@ -12,11 +12,12 @@ The hub's byte counts stand beside the expert counters as a bound. They are not 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import sqlalchemy as sa
@@ -25,7 +26,7 @@ from kvasir_console.errors import KvasirError
 from kvasir_console.node.gateway.census import Census
 from kvasir_console.node.gateway.plans import plan_from_text
 from kvasir_console.node.gateway.store import Store
-from kvasir_console.node.gateway.tables import meter, ring_totals
+from kvasir_console.node.gateway.tables import counters, meter, ring_totals
 from kvasir_console.relay.hub import SessionCount
 from kvasir_console.wallet import settlement
 
@@ -99,6 +100,8 @@ class Meter:
         self._clock = clock
         self._known: dict[tuple[str, str], _Known] = {}
         self._bytes: Callable[[], Iterable[SessionCount]] = tuple
+        self._quarantined: dict[tuple[str, str], str] = {}
+        """By (wallet, worker id): what it was caught at."""
         self._written: dict[tuple[str, str, str], tuple[int, ...]] = {}
         self._read_engines: Callable[[], Awaitable[None]] | None = None
 
@@ -118,6 +121,40 @@ class Meter:
         """
         self._known.setdefault((session, wallet), _Known(worker_id, model, platform))
 
+    def quarantined(self, wallet: str, worker_id: str) -> bool:
+        """Whether a worker was caught with a wrong answer, by any engine of this database. Blocks."""
+        key = (wallet, worker_id)
+        if key not in self._quarantined:
+            found = self._store.fact(_fact(wallet, worker_id))
+            if found is None:
+                return False
+            self._quarantined[key] = found
+        return True
+
+    def _quarantine(self, wallet: str, worker_id: str, run_id: str, now: int) -> None:
+        if (wallet, worker_id) not in self._quarantined:
+            why = json.dumps({"wallet": wallet, "worker_id": worker_id, "run_id": run_id, "at": now}, sort_keys=True)
+            self._quarantined[wallet, worker_id] = self._store.remember(_fact(wallet, worker_id), why)
+            self._written = {key: value for key, value in self._written.items() if key[1:3] != (wallet, worker_id)}
+            log.warning("worker %s of %s is quarantined: what was not credited is void", worker_id, wallet)
+
+    def _credited(self, row: Contribution) -> int:
+        """How much of a counter was credited."""
+        with self._store.read() as connection:
+            found = connection.scalar(
+                sa.select(counters.c.baseline).where(
+                    counters.c.run_id == row.run_id,
+                    counters.c.wallet == row.wallet,
+                    counters.c.worker_id == row.worker_id,
+                    counters.c.kind == row.kind,
+                )
+            )
+        return int(found or 0)
+
+    def _void(self, row: Contribution) -> Contribution:
+        """A quarantined worker's row: what was credited stays, all else is void."""
+        return replace(row, micro_units=min(row.micro_units, self._credited(row)))
+
     async def read_engine(self, run_id: str, coverage: Iterable[Mapping[str, Any]]) -> None:
         """Enter one reading of an engine's ``coverage``.
 
@@ -133,6 +170,8 @@ class Meter:
                 continue
             if entry["rows"]:
                 self._census.served(session, wallet, int(entry["layer"]), int(entry["begin"]), int(entry["end"]))
+            if entry.get("quarantined"):
+                await asyncio.to_thread(self._quarantine, wallet, known.worker_id, run_id, int(self._clock()))
             total = totals.setdefault((session, wallet), [0, 0, 0, 0])
             for place, key in enumerate(("paid_bytes", "requests", "rows", "pairs")):
                 total[place] += int(entry[key])
@@ -169,6 +208,7 @@ class Meter:
         return await asyncio.to_thread(self._read)
 
     def _write(self, rows: Iterable[Contribution]) -> None:
+        rows = [self._void(row) if self.quarantined(row.wallet, row.worker_id) else row for row in rows]
         with self._store.write() as connection:
             for row in rows:
                 key = (
@@ -212,6 +252,18 @@ class Meter:
         return sorted(found, key=lambda row: (row.wallet, row.worker_id, row.run_id))
 
 
+def worker_totals(connection: sa.Connection, wallet: str, worker_id: str) -> tuple[int, int]:
+    """(rows, pairs) that a worker was ever metered with, over all runs."""
+    mine = (meter.c.wallet == wallet, meter.c.worker_id == worker_id)
+    total = sa.select(sa.func.coalesce(sa.func.sum(meter.c.rows), 0), sa.func.coalesce(sa.func.sum(meter.c.pairs), 0))
+    rows, pairs = connection.execute(total.where(*mine)).one()
+    for row in connection.execute(sa.select(ring_totals)):
+        for share in ring_contributions(row.plan, int(row.token_rows), int(row.requests), int(row.updated_at)):
+            if (share.wallet, share.worker_id) == (wallet, worker_id):
+                rows += share.rows
+    return int(rows), int(pairs)
+
+
 def ring_contributions(plan_text: str, token_rows: int, requests: int, updated_at: int) -> list[Contribution]:
     """What the stages of a plan earned for ``token_rows`` through all of them.
 
@@ -225,7 +277,7 @@ def ring_contributions(plan_text: str, token_rows: int, requests: int, updated_a
         Contribution(
             run_id=f"ring:{plan.ring}:{plan.generation}",
             wallet=stage.wallet,
-            worker_id=f"ring-{plan.ring}-{stage.rank}",
+            worker_id=ring_worker_id(plan.ring, stage.rank),
             kind=RING,
             model=plan.model,
             micro_units=earned,
@@ -238,6 +290,11 @@ def ring_contributions(plan_text: str, token_rows: int, requests: int, updated_a
         )
         for stage, earned in zip(plan.stages, split.earned_micro_units, strict=True)
     ]
+
+
+def ring_worker_id(ring: str, rank: int) -> str:
+    """The worker that a rank of a ring is, whichever machine its wallet runs it on."""
+    return f"ring-{ring}-{rank}"
 
 
 def _sum(one: Contribution | None, other: Contribution) -> Contribution:
@@ -259,6 +316,10 @@ def _sum(one: Contribution | None, other: Contribution) -> Contribution:
         updated_at=other.updated_at,
         platform=other.platform,
     )
+
+
+def _fact(wallet: str, worker_id: str) -> str:
+    return "quarantine:" + hashlib.sha256(f"{wallet}\0{worker_id}".encode()).hexdigest()[:48]
 
 
 def _key(row: Contribution) -> tuple[str, str, str]:

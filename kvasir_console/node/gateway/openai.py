@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import json
 import logging
-import secrets
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
@@ -17,18 +16,20 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from kvasir_console.engine.process.client import DoneEvent, TokenEvent
 from kvasir_console.errors import EngineError, KvasirError, RequestError, UsageError, WalletError
-from kvasir_console.node.gateway.backends import Backend, Event
+from kvasir_console.node.gateway.backends import Backend
+from kvasir_console.node.gateway.chatanswer import Answer
 from kvasir_console.node.gateway.chatrequest import DEFAULT_MAX_TOKENS, ChatRequest, ParameterError, parse_chat
 from kvasir_console.node.gateway.generation import Generation, Generations
+from kvasir_console.node.gateway.idempotency import name_request
 from kvasir_console.node.gateway.identity import Identity
-from kvasir_console.node.gateway.slots import BusyError, Slots
+from kvasir_console.node.gateway.slots import RETRY_AFTER_WAITED_S, BusyError, Slots
 from kvasir_console.node.gateway.web import MAX_DETAIL_CHARACTERS, error_type, read_json, status_of
 
 log = logging.getLogger(__name__)
 
-ENGINE_NAME = "kvasir-console"
+BUSY_CODES = frozenset({"queue_full", "queue_timeout", "kv_budget_full", "ring_busy"})
+"""An engine's refusals that say: not now."""
 
 
 class OpenAI:
@@ -37,6 +38,7 @@ class OpenAI:
     Args:
         public_url: base URL of this gateway; its hash qualifies model ids as the contract's do.
         open_access: whether callers without the service token are served (a gateway on loopback).
+        make_slots: a model's admission queue.
     """
 
     def __init__(
@@ -47,9 +49,10 @@ class OpenAI:
         *,
         public_url: str,
         open_access: bool,
+        make_slots: Callable[[], Slots] = Slots,
     ) -> None:
         self._backends = {backend.info.model_id: backend for backend in backends}
-        self._slots = {backend.info.model_id: Slots() for backend in backends}
+        self._slots = {backend.info.model_id: make_slots() for backend in backends}
         self._generations = generations
         self._identity = identity
         self._open_access = open_access
@@ -107,16 +110,18 @@ class OpenAI:
         service = self._identity.is_service(request.headers)
         if not service and not self._open_access:
             raise WalletError("token_missing", "This gateway serves callers with its service token.")
-        chat = parse_chat(await read_json(request))
+        body = await read_json(request)
+        name, chat = name_request(request.headers, body), parse_chat(body)
         if chat.extended and not service:
             raise WalletError("service_token_needed", "The kvasir extension is for the operator's own machines.")
         backend = self._backend(chat.model)
         prompt_tokens, max_tokens = await _fit(backend, chat)
-        request_id = f"chatcmpl-{secrets.token_hex(12)}"
-        generation = self._generations.start(
-            backend, self._slots[backend.info.model_id], chat.to_engine(max_tokens), request_id, prompt_tokens
-        )
-        answer = _Answer(generation, request_id, backend.info.model_id, show_paths=service)
+        caller = request.headers.get("authorization", "")
+        asked = replace(chat.to_engine(max_tokens, caller=caller), key=name.key)
+        slots = self._slots[backend.info.model_id]
+        request_id = await self._generations.id_of(name)
+        generation = self._generations.start(backend, slots, asked, request_id, prompt_tokens)
+        answer = Answer(generation, request_id, backend.info.model_id, show_paths=service)
         left = asyncio.create_task(_left(request))
         try:
             # Nothing is answered before the first event: a dead backend is then a plain 503, also for a stream.
@@ -146,79 +151,6 @@ class OpenAI:
         raise UsageError("model_not_served", f"The model {name[:80]!r} is not served here.", f"Served: {served}.")
 
 
-class _Answer:
-    """The reply's documents, made from a generation's events."""
-
-    def __init__(self, generation: Generation, request_id: str, model_id: str, *, show_paths: bool) -> None:
-        self._generation = generation
-        self._id = request_id
-        self._model_id = model_id
-        self._show_paths = show_paths
-        self._created = int(time.time())
-
-    async def whole(self, event: Event) -> dict[str, Any]:
-        while not isinstance(event, DoneEvent):
-            event = await self._generation.next()
-        return {
-            "id": self._id,
-            "object": "chat.completion",
-            "created": self._created,
-            "model": self._model_id,
-            "choices": [
-                {
-                    "index": 0,
-                    "message": {"role": "assistant", "content": event.text},
-                    "finish_reason": event.finish_reason,
-                    "logprobs": None,
-                }
-            ],
-            "usage": _usage(event),
-            "kvasir": self._extension(event),
-        }
-
-    async def stream(self, event: Event) -> AsyncIterator[bytes]:
-        """Server-sent events. An error in the middle is the last one, without ``[DONE]``."""
-        try:
-            yield self._chunk({"role": "assistant", "content": ""})
-            while isinstance(event, TokenEvent):
-                if event.text:
-                    yield self._chunk({"content": event.text})
-                event = await self._generation.next()
-            if event.tail:
-                yield self._chunk({"content": event.tail})
-            yield self._chunk({}, event.finish_reason)
-            yield _sse(self._document([]) | {"usage": _usage(event), "kvasir": self._extension(event)})
-            yield b"data: [DONE]\n\n"
-        except KvasirError as error:
-            yield _sse({"error": {"message": str(error), "type": "engine_error", "code": error.code}})
-
-    def _chunk(self, delta: dict[str, Any], finish_reason: str | None = None) -> bytes:
-        return _sse(self._document([{"index": 0, "delta": delta, "finish_reason": finish_reason}]))
-
-    def _document(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {
-            "id": self._id,
-            "object": "chat.completion.chunk",
-            "created": self._created,
-            "model": self._model_id,
-            "choices": choices,
-        }
-
-    def _extension(self, done: DoneEvent) -> dict[str, Any]:
-        first = self._generation.first_token_ms
-        return {
-            "engine": ENGINE_NAME,
-            "request_id": self._id,
-            "first_token_ms": None if first is None else round(first, 3),
-            "stage_rows": done.rows,
-            "tokens": list(done.tokens),
-            "pairs_local": done.pairs_local,
-            "pairs_remote": done.pairs_remote,
-            "failovers": done.failovers,
-            "trace_path": done.trace_path if self._show_paths else None,
-        }
-
-
 class _EventStream(StreamingResponse):
     """A streamed answer. However it ends, a client that left included, its generation ends with it."""
 
@@ -235,18 +167,20 @@ class _EventStream(StreamingResponse):
 
 
 async def _fit(backend: Backend, chat: ChatRequest) -> tuple[int, int]:
-    """(prompt tokens, most tokens to generate). Raises ``RequestError`` for what the context cannot hold."""
-    context = await backend.context_length()
+    """(prompt tokens, most tokens to generate). Raises ``RequestError`` for what can never be held here."""
+    limits = await backend.limits()
     prompt = await backend.count_tokens(chat.prompt, chat.messages)
-    room = context - prompt
+    room = min(limits.context_length, limits.kv_tokens) - prompt
     wanted = chat.max_tokens if chat.max_tokens is not None else max(1, min(DEFAULT_MAX_TOKENS, room))
-    if wanted > room:
-        raise RequestError(
-            "context_length_exceeded",
-            f"This model's context holds {context} tokens; the prompt has {prompt} and {wanted} more are asked for.",
-            "Shorten the prompt or lower max_tokens.",
-        )
-    return prompt, wanted
+    if wanted <= room:
+        return prompt, wanted
+    asked = f"the prompt has {prompt} and {wanted} more are asked for."
+    hint = "Shorten the prompt or lower max_tokens."
+    if prompt + wanted > limits.context_length:
+        holds = f"This model's context holds {limits.context_length} tokens"
+        raise RequestError("context_length_exceeded", f"{holds}; {asked}", hint)
+    holds = f"The memory for this model's keys and values holds {limits.kv_tokens} tokens"
+    raise RequestError("kv_budget_exceeded", f"{holds}; {asked}", hint)
 
 
 async def _left(request: Request) -> None:
@@ -267,25 +201,13 @@ async def _unless_left(work: Any, left: asyncio.Task[None]) -> Any:
         task.cancel()
 
 
-def _usage(done: DoneEvent) -> dict[str, int]:
-    return {
-        "prompt_tokens": done.prompt_tokens,
-        "completion_tokens": done.completion_tokens,
-        "total_tokens": done.prompt_tokens + done.completion_tokens,
-    }
-
-
-def _sse(document: Mapping[str, Any]) -> bytes:
-    return b"data: " + json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
-
-
 def _failure(error: KvasirError) -> Response:
     """What the caller can change keeps its status; everything behind the gateway is one 503 (contract 6.3)."""
     headers: dict[str, str] = {}
     status, code, kind = status_of(error), error.code, ""
-    if isinstance(error, BusyError):
-        headers["retry-after"] = str(error.retry_after_s)
-        kind = "ring_busy"
+    if isinstance(error, BusyError) or code in BUSY_CODES:
+        headers["retry-after"] = str(error.retry_after_s if isinstance(error, BusyError) else RETRY_AFTER_WAITED_S)
+        status, code, kind = 503, "ring_busy", "ring_busy"
     elif status >= 500:
         log.warning("a chat request failed: %s", error)
         status, code, kind = 503, "ring_recovering", "hub_unavailable"

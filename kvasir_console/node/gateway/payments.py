@@ -30,6 +30,7 @@ from kvasir_console.wallet.keys import is_address
 
 ONLINE_S = 300
 IDLE_S = 3600
+_TIER_MULTIPLIERS = {settlement.UNRATED.multiplier, *(tier.multiplier for _, tier in settlement.TIERS)}
 _SHOWN_SIGNATURE = (ClaimState.SIGNED, ClaimState.SENT, ClaimState.CONFIRMED, ClaimState.FAILED)
 
 
@@ -41,12 +42,14 @@ class Payments:
         census: Census,
         *,
         minimum_micro_kvr: int,
+        bonuses: Mapping[str, Fraction] | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._identity = identity
         self._ledger = ledger
         self._census = census
         self._minimum = minimum_micro_kvr
+        self._bonuses = dict(bonuses or {})
         self._clock = clock
 
     def routes(self) -> list[Route]:
@@ -106,7 +109,7 @@ class Payments:
         owner = _owner(request)
         accounts = await asyncio.to_thread(self._ledger.accounts, owner)
         paid = await asyncio.to_thread(self._ledger.paid_micro_kvr, owner)
-        nodes = merge(accounts, self._census.workers(self._clock(), owner))
+        nodes = merge(accounts, self._census.workers(self._clock(), owner), self._bonuses)
         now = self._clock()
         pending = sum(account.pending_micro_kvr for account in accounts)
         claimed = sum(account.claimed_micro_kvr for account in accounts)
@@ -133,7 +136,8 @@ class Payments:
     async def all(self, _request: Request) -> Response:
         """The network's nodes, wallets shortened."""
         now = self._clock()
-        nodes = merge(await asyncio.to_thread(self._ledger.accounts), self._census.workers(now))
+        accounts = await asyncio.to_thread(self._ledger.accounts)
+        nodes = merge(accounts, self._census.workers(now), self._bonuses)
         shown = []
         for node in nodes:
             view = node.to_json(now)
@@ -187,6 +191,8 @@ class NodeView:
     account: Account | None
     worker: Worker | None
     platform: Mapping[str, str] = field(default_factory=dict)
+    bonus: Fraction = Fraction(1)
+    """What the operator multiplies this wallet's work by from now on."""
 
     @property
     def last_report(self) -> int | None:
@@ -203,7 +209,14 @@ class NodeView:
 
     @property
     def multiplier(self) -> Fraction:
-        return self.account.multiplier if self.account else settlement.UNRATED.multiplier
+        """Tier times bonus, as the last work was credited."""
+        return self.account.multiplier if self.account else self.bonus
+
+    @property
+    def perf_multiplier(self) -> Fraction:
+        """The tier's part of it; a bonus that no work was credited with yet is not in it."""
+        tier = self.multiplier / self.bonus
+        return tier if tier in _TIER_MULTIPLIERS else self.multiplier
 
     @property
     def tier(self) -> str:
@@ -230,9 +243,9 @@ class NodeView:
             "backend": self.platform.get("backend", ""),
             "mode": account.kind if account else "expert" if worker and worker.windows else "waiting",
             "tier": self.tier,
-            "perfMultiplier": float(self.multiplier),
-            "hostsGateway": False,
-            "gatewayBonus": 1.0,
+            "perfMultiplier": float(self.perf_multiplier),
+            "hostsGateway": self.bonus != 1,
+            "gatewayBonus": float(self.bonus),
             "hostsBridge": False,
             "uptimeRewards": 0.0,
             "contributedUnits": kvr(account.micro_units) if account else 0.0,
@@ -250,12 +263,15 @@ class NodeView:
         }
 
 
-def merge(accounts: Iterable[Account], workers: Iterable[Worker]) -> list[NodeView]:
+def merge(
+    accounts: Iterable[Account], workers: Iterable[Worker], bonuses: Mapping[str, Fraction] | None = None
+) -> list[NodeView]:
     """One node for each worker: its earnings and its reports are one row.
 
     A ring's earnings stand under the plan's rank; they are joined with the reports of the wallet's node that holds no
     experts of that model.
     """
+    bonus = {} if bonuses is None else bonuses
     waiting = {(worker.wallet, worker.worker_id): worker for worker in workers}
     nodes: list[NodeView] = []
     for account in accounts:
@@ -271,8 +287,12 @@ def merge(accounts: Iterable[Account], workers: Iterable[Worker]) -> list[NodeVi
             )
         worker = waiting.pop(key, None) if key else None
         platform = worker.platform if worker else account.platform
-        nodes.append(NodeView(account.wallet, account.worker_id, account, worker, platform))
-    nodes += [NodeView(worker.wallet, worker.worker_id, None, worker, worker.platform) for worker in waiting.values()]
+        own = bonus.get(account.wallet, Fraction(1))
+        nodes.append(NodeView(account.wallet, account.worker_id, account, worker, platform, own))
+    nodes += [
+        NodeView(each.wallet, each.worker_id, None, each, each.platform, bonus.get(each.wallet, Fraction(1)))
+        for each in waiting.values()
+    ]
     return nodes
 
 

@@ -22,8 +22,9 @@ from typing import Protocol
 from solders.keypair import Keypair
 
 from kvasir_console import logs
-from kvasir_console.child import die_with_parent, forbid_core_dumps
-from kvasir_console.errors import ExitCode, KvasirError, LedgerError, NetworkError, WalletError
+from kvasir_console.child import forbid_core_dumps
+from kvasir_console.config import has_password
+from kvasir_console.errors import ExitCode, KvasirError, LedgerError, NetworkError, UsageError, WalletError
 from kvasir_console.node.gateway.ledger import Claim, ClaimState, Ledger
 from kvasir_console.node.gateway.store import Store
 from kvasir_console.wallet.chain import Chain, Outcome, OutcomeState, PreparedTransfer
@@ -31,7 +32,7 @@ from kvasir_console.wallet.chain_cluster import cluster_name
 from kvasir_console.wallet.chain_endpoints import host_of
 from kvasir_console.wallet.keys import is_address
 from kvasir_console.wallet.localnet.auth import read_auth_file
-from kvasir_console.wallet.passphrase import read_passphrase
+from kvasir_console.wallet.passphrase import read_passphrase, read_secret_file
 from kvasir_console.wallet.transfers import KvrTransfer, prepare_transfer
 from kvasir_console.wallet.vault import open_vault
 
@@ -222,6 +223,19 @@ async def serve(payer: Payer, stop: asyncio.Event, poll_s: float = POLL_S) -> No
                 await stop.wait()
 
 
+def database_url(arguments: argparse.Namespace) -> str:
+    """Raises ``UsageError`` for a password on the command line, which every user of the machine can read."""
+    if arguments.database_file is not None:
+        return read_secret_file(arguments.database_file, "database")
+    if has_password(arguments.database):
+        raise UsageError(
+            "password_exposed",
+            "--database holds a password, where everybody on this machine can see it.",
+            "Give --database-file FILE (mode 0600), or leave the password to PostgreSQL's own ~/.pgpass.",
+        )
+    return str(arguments.database)
+
+
 async def run(arguments: argparse.Namespace) -> None:
     if not is_address(arguments.mint):
         raise WalletError("address", "--mint is not a Solana address.")
@@ -230,7 +244,7 @@ async def run(arguments: argparse.Namespace) -> None:
         raise WalletError("passphrase_missing", "The treasury's passphrase is needed.", "Give --passphrase-file.")
     with await asyncio.to_thread(open_vault, arguments.treasury, passphrase) as vault, vault.key() as key:
         keypair = key.keypair()
-    store = await asyncio.to_thread(Store.open, arguments.database)
+    store = await asyncio.to_thread(Store.open, database_url(arguments))
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -251,9 +265,11 @@ async def run(arguments: argparse.Namespace) -> None:
         store.close()
 
 
-def main(argv: list[str] | None = None) -> int:
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="kvasir-payout", description="Pays reserved claims from the treasury.")
-    parser.add_argument("--database", required=True, help="SQLAlchemy URL of the gateway's store")
+    database = parser.add_mutually_exclusive_group(required=True)
+    database.add_argument("--database", help="SQLAlchemy URL of the gateway's store, without a password")
+    database.add_argument("--database-file", type=Path, help="file (mode 0600) with that URL")
     parser.add_argument("--rpc", required=True, help="URL of the Solana RPC")
     parser.add_argument("--rpc-auth-file", type=Path, default=None, help="file with its Authorization header")
     parser.add_argument("--rpc-fallback", action="append", default=[], help="another RPC of that cluster; repeatable")
@@ -265,10 +281,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--treasury", type=Path, required=True, help="vault of the treasury's wallet")
     parser.add_argument("--passphrase-file", type=Path, default=None)
     parser.add_argument("--poll-s", type=float, default=POLL_S, help="pause between two looks at the store")
-    parser.add_argument("--parent", type=int, default=None, help="process id to die with")
-    arguments = parser.parse_args(argv)
-    if arguments.parent is not None:
-        die_with_parent(arguments.parent)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = parser().parse_args(argv)
     forbid_core_dumps()
     os.umask(0o077)
     logs.configure(to_stderr=True)

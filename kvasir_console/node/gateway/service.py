@@ -37,7 +37,9 @@ from kvasir_console.node.gateway.openai import OpenAI
 from kvasir_console.node.gateway.participation import Participation
 from kvasir_console.node.gateway.payments import Payments
 from kvasir_console.node.gateway.plans import make_rings
-from kvasir_console.node.gateway.settle import Settler
+from kvasir_console.node.gateway.settle import Settler, read_bonuses
+from kvasir_console.node.gateway.slots import Slots
+from kvasir_console.node.gateway.statements import Statements
 from kvasir_console.node.gateway.store import Store
 from kvasir_console.node.gateway.trunk import EngineFactory, OnExit, OnReady, SupervisedEngine, Trunk, Trunks
 from kvasir_console.node.supervisor import Engine
@@ -119,6 +121,7 @@ class GatewayService:
     async def _start(self) -> None:
         gateway, paths = self._config.gateway, self._paths
         paths.ensure()
+        self._bonuses = read_bonuses(gateway.bonus_wallets)
         token_file = Path(gateway.service_token_file).expanduser() if gateway.service_token_file else None
         secrets = await asyncio.to_thread(Secrets.load, paths.data / "gateway", token_file)
         catalog = await asyncio.to_thread(read_catalog, gateway.models)
@@ -135,6 +138,8 @@ class GatewayService:
         trunks: dict[str, Trunk] = {}
         self._trunks = Trunks(trunks)
         self._hub = Hub(HubAuthority(self._identity, self._census, self._rings, self._trunks, self._meter, self._clock))
+        self._statements = Statements(self._store, self._identity, self._hub, self._clock)
+        await self._statements.restore()
         self._meter.watch_bytes(self._hub.sessions)
         self._meter.watch_engines(lambda: self._trunks.read(self._meter))
         backends = [self._backend(number, model, trunks) for number, model in enumerate(catalog.values())]
@@ -144,13 +149,19 @@ class GatewayService:
         await self._open_port(socket)
         self._stack.push_async_callback(self._generations.close)
         await self._stack.enter_async_context(serving(self._app(backends, catalog), socket))
+        self._stack.push_async_callback(self._flush_counts)
         self._stack.push_async_callback(self._hub.close)
         client = httpx.AsyncClient(
             transport=httpx.AsyncHTTPTransport(uds=str(socket)), base_url="http://gateway", trust_env=False
         )
         await self._stack.enter_async_context(client)
         self._settler = Settler(
-            client, secrets.service_token, self._ledger, poll_s=gateway.settlement_poll_s, clock=self._clock
+            client,
+            secrets.service_token,
+            self._ledger,
+            poll_s=gateway.settlement_poll_s,
+            bonuses=self._bonuses,
+            clock=self._clock,
         )
         # The last to be pushed is the first to run: answers end and are settled while everything still works.
         self._stack.push_async_callback(self._settle_last)
@@ -170,7 +181,19 @@ class GatewayService:
             return backend
         trunk = TrunkBackend(BackendInfo(model.id, model.name, None, model.shape.context_length))
         engine, wire = self._config.engine, self._config.gateway.dispatch_wire
-        trunks[model.id] = Trunk(f"trunk{number}", model, trunk, self._make_engine, engine, wire)
+        sharers = sum(each.placement != "ring" for each in self._config.gateway.models)
+        trunks[model.id] = Trunk(
+            f"trunk{number}",
+            model,
+            trunk,
+            self._make_engine,
+            engine,
+            wire,
+            sharers,
+            self._config.gateway.dispatch_policy(),
+            self._paths.state / "evidence",
+            self._config.gateway.dispatch_dtype,
+        )
         return trunk
 
     async def _open_port(self, socket: Path) -> None:
@@ -190,6 +213,7 @@ class GatewayService:
             self._identity,
             public_url=self.public_url,
             open_access=is_loopback(gateway.host),
+            make_slots=lambda: Slots(gateway.max_requests, gateway.max_waiting),
         )
         info = Info(self._identity, self._store, openai, gateway, config.wallet, self.public_url)
         slices = Slices(self._paths.cache / "slices", catalog)
@@ -201,9 +225,12 @@ class GatewayService:
             self._ledger,
             self._census,
             minimum_micro_kvr=gateway.minimum_claim_micro_kvr,
+            bonuses=self._bonuses,
             clock=self._clock,
         )
-        return make_app([*openai.routes(), *info.routes(), *participation.routes(), *payments.routes()])
+        return make_app(
+            [*openai.routes(), *info.routes(), *participation.routes(), *payments.routes(), *self._statements.routes()]
+        )
 
     def _spawn(self, name: str, work: Coroutine[Any, Any, None]) -> None:
         self._tasks[name] = asyncio.create_task(work, name=f"gateway-{name}")
@@ -218,8 +245,15 @@ class GatewayService:
             await asyncio.sleep(READ_S)
             try:
                 await self._trunks.read(self._meter)
+                await self._statements.flush()
             except KvasirError as error:
                 log.warning("the meter: %s", error)
+
+    async def _flush_counts(self) -> None:
+        try:
+            await self._statements.flush()
+        except KvasirError as error:
+            log.warning("the last byte counts are not written: %s", error)
 
     async def _sweep(self) -> None:
         """End the sessions of workers that went stale: whoever does not report is not served."""
@@ -237,6 +271,7 @@ class GatewayService:
         while True:
             try:
                 await asyncio.to_thread(self._store.forget_content, int(self._clock()))
+                await self._statements.forget()
             except KvasirError as error:
                 log.warning("old answers are not erased: %s", error)
             await asyncio.sleep(CLEAN_S)

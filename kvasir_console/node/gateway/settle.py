@@ -7,12 +7,14 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 import httpx
 
-from kvasir_console.errors import KvasirError, LedgerError, NetworkError
+from kvasir_console.errors import ConfigError, KvasirError, LedgerError, NetworkError
 from kvasir_console.node.gateway.coverage import PLATFORM_KEYS
 from kvasir_console.node.gateway.identity import SERVICE_HEADER
 from kvasir_console.node.gateway.ledger import Ledger, Reading
@@ -29,6 +31,7 @@ class Settler:
 
     Args:
         client: its base URL is the hub; here a Unix socket of this machine.
+        bonuses: what the operator multiplies the work of a wallet by. Only what is credited from now on.
     """
 
     def __init__(
@@ -38,12 +41,14 @@ class Settler:
         ledger: Ledger,
         *,
         poll_s: float,
+        bonuses: Mapping[str, Fraction] | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._client = client
         self._service_token = service_token
         self._ledger = ledger
         self._poll_s = poll_s
+        self._bonuses = dict(bonuses or {})
         self._clock = clock
         self._credited: dict[tuple[str, str, str, str], int] = {}
         """The last reading of each counter that was handed to the ledger: most of them stand still."""
@@ -68,6 +73,7 @@ class Settler:
         for row in await self._read():
             try:
                 reading = parse_row(row)
+                reading = replace(reading, bonus=self._bonuses.get(reading.wallet, reading.bonus))
                 key = (reading.run_id, reading.wallet, reading.worker_id, reading.kind)
                 if self._credited.get(key) != reading.micro_units:
                     credited += await asyncio.to_thread(self._ledger.credit, reading, int(self._clock()))
@@ -97,6 +103,18 @@ class Settler:
         if not isinstance(rows, list):
             raise NetworkError("hub_malformed", "The hub's contributions are malformed.")
         return rows
+
+
+def read_bonuses(wallets: str) -> dict[str, Fraction]:
+    """The bonus of each wallet that ``gateway.bonus_wallets`` names. Raises ``ConfigError`` for what is no address."""
+    for wallet in wallets.split():
+        if not is_address(wallet):
+            raise ConfigError(
+                "bad_value",
+                f"gateway.bonus_wallets: {wallet[:44]!r} is no Solana address.",
+                "Name wallets, separated by spaces.",
+            )
+    return dict.fromkeys(wallets.split(), settlement.GATEWAY_BONUS)
 
 
 def parse_row(row: Any) -> Reading:

@@ -11,6 +11,7 @@ from kvasir_console.errors import EngineError
 
 MAX_CONCURRENT = 8
 MAX_WAITING = 16
+"""What the contract says; the operator may say otherwise (``gateway.max_requests``, ``gateway.max_waiting``)."""
 WAIT_S = 120.0
 RETRY_AFTER_FULL_S = 5
 RETRY_AFTER_WAITED_S = 10

@@ -34,11 +34,13 @@ from kvasir_console.node.gateway.tables import (
     metadata,
     nonces,
     plans,
+    relay_counts,
     requests,
     ring_totals,
+    statements,
 )
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 NONCE_TTL_S = 300
 NONCES_TOTAL = 10_000
 NONCES_PER_WALLET = 16
@@ -63,7 +65,13 @@ def _to_version_2(connection: Connection) -> None:
     )
 
 
-_UPGRADES: Mapping[int, Callable[[Connection], None]] = {1: _to_version_2}
+def _to_version_3(connection: Connection) -> None:
+    """Statements, and the byte counts they are made of."""
+    relay_counts.create(connection, checkfirst=True)
+    statements.create(connection, checkfirst=True)
+
+
+_UPGRADES: Mapping[int, Callable[[Connection], None]] = {1: _to_version_2, 2: _to_version_3}
 """By the version they start from."""
 _SETUP_LOCK = 0x6B76_6173_6972
 """PostgreSQL's advisory lock for setting up: two gateways may start on an empty database at once."""
@@ -268,8 +276,11 @@ class Store:
             return generation
 
     def begin_request(self, request_id: str, model: str, now: int) -> None:
+        """Open a request; one that is sent again stays as it is."""
         with self.write() as connection:
-            connection.execute(requests.insert().values(id=request_id, model=model, created=now, completion_tokens=0))
+            if connection.execute(sa.select(requests.c.id).where(requests.c.id == request_id)).one_or_none() is None:
+                values = {"id": request_id, "model": model, "created": now, "completion_tokens": 0}
+                connection.execute(requests.insert().values(values))
 
     def finish_request(self, record: RequestRecord, now: int) -> None:
         """Close a request and, in the same transaction, count its rows for the ring that served it."""

@@ -87,6 +87,35 @@ ring_totals = sa.Table(
 )
 """Token rows that went through a whole ring under one generation of its plan."""
 
+relay_counts = sa.Table(
+    "relay_counts",
+    metadata,
+    sa.Column("wallet", sa.String(44), primary_key=True),
+    sa.Column("session", sa.String(256), primary_key=True),
+    sa.Column("worker_id", sa.String(256), nullable=False, index=True),
+    sa.Column("model_digest", sa.String(64), nullable=False),
+    sa.Column("state", sa.Text, nullable=False),
+    sa.Column("up", sa.BigInteger, nullable=False),
+    sa.Column("down", sa.BigInteger, nullable=False),
+    sa.Column("first_at", sa.BigInteger, nullable=False),
+    sa.Column("updated_at", sa.BigInteger, nullable=False),
+)
+"""The hub's byte counts of each session, so that they go on over its restarts (``relay.counting``)."""
+
+statements = sa.Table(
+    "statements",
+    metadata,
+    sa.Column("wallet", sa.String(44), primary_key=True),
+    sa.Column("worker_id", sa.String(256), primary_key=True),
+    sa.Column("sequence", sa.BigInteger, primary_key=True),
+    sa.Column("text", sa.Text, nullable=False),
+    sa.Column("signature", sa.String(96), nullable=False),
+    sa.Column("acknowledged_by", sa.String(44)),
+    sa.Column("acknowledgement", sa.String(96)),
+    sa.Column("at", sa.BigInteger, nullable=False),
+)
+"""Signed statements, a chain for each worker, with the node's signature over those it agreed with."""
+
 counters = sa.Table(
     "counters",
     metadata,

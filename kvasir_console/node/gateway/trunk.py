@@ -7,7 +7,7 @@ import logging
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from kvasir_console.config import EngineConfig
 from kvasir_console.engine.process.client import EngineClient
@@ -46,7 +46,7 @@ EngineFactory = Callable[[str, OnReady, OnExit], SupervisedEngine]
 
 
 class Trunk:
-    """One model's engine."""
+    """One model's engine. ``sharers`` trunks, this one included, divide the machine's memory among them."""
 
     def __init__(
         self,
@@ -56,12 +56,19 @@ class Trunk:
         make_engine: EngineFactory,
         engine: EngineConfig,
         dispatch_wire: str,
+        sharers: int = 1,
+        dispatch_policy: Mapping[str, Any] | None = None,
+        evidence_directory: Path | None = None,
+        dispatch_dtype: str = "f32",
     ) -> None:
         self.model = model
         self.engine = make_engine(name, self._ready, self._exited)
         self._backend = backend
         self._config = engine
-        self._dispatch_wire = dispatch_wire
+        self._dispatch_wire, self._dispatch_dtype = dispatch_wire, dispatch_dtype
+        self._policy = dict(dispatch_policy or {})
+        self._evidence_directory = evidence_directory or ""
+        self._sharers = sharers
         self._client: EngineClient | None = None
         self._run_id = ""
         self._unanswered = 0
@@ -96,14 +103,25 @@ class Trunk:
             role="stage",
             layers=[0, self.model.shape.n_layer],
             context_length=self._config.context_length,
+            kv_budget_bytes=self._config.kv_budget_bytes,
+            kv_sharers=self._sharers,
             dispatch_timeout_s=self._config.dispatch_timeout_s,
             dispatch_wire=self._dispatch_wire,
+            dispatch_dtype=self._dispatch_dtype,
+            dispatch_policy=self._policy,
+            evidence_directory=str(self._evidence_directory),
         )
+        client.on_event = self._heard
         # The engine's counters begin at zero with its load; a new run id keeps them apart from the last ones.
         self._run_id = f"engine:{self.model.id}:{secrets.token_hex(8)}"
         self._client = client
         self._backend.attach(client)
         log.info("%s serves after %.1f s", self.model.id, info["load_s"])
+
+    def _heard(self, event: Mapping[str, Any]) -> None:
+        if event.get("event") == "quarantined":
+            what = "session %s of %s answered wrongly and is quarantined: %s; evidence: %s"
+            log.warning(what, *(event.get(key) for key in ("session", "wallet", "fault", "evidence")))
 
     def _exited(self, reason: str) -> None:
         self._backend.attach(None)

@@ -39,6 +39,8 @@ STATUS_BY_CODE: Mapping[str, int] = {
     "service_token_needed": 403,
     "shard_unavailable": 502,
     "signature_malformed": 400,
+    "statement_malformed": 400,
+    "statement_unknown": 404,
     "store_busy": 503,
     "too_many_experts": 413,
     "too_many_nonces": 429,

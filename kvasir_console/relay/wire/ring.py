@@ -1,10 +1,16 @@
 """Ring frames, read and written: the frame itself (``ring_frame``), what each kind's payload holds, HELLO's checks.
 
     HELLO    model digest (32 bytes), then u32 each: n_embd, dtype, layer_begin, layer_end, n_layer, rank, size
-    ADMIT    u32 length, that many bytes of JSON (sampling parameters, sampler state), then i32 token ids (the history)
+    ADMIT    u32 length, that many bytes of JSON (sampling parameters, the prompt's length), then i32 token ids
+             (prompt and what was chosen before)
     HIDDEN   (rows of all items, n_embd) in the dtype both ranks said in HELLO
     TOKEN    i32 token id for each item
     ERROR    JSON of ``KvasirError.as_dict``; the items, if any, are the requests it ends
+    HELD     what a successor has of each sequence, after HELLO. Along an edge of rows: item.step its last step,
+             item.position the rows that are final, item.flags all its rows; no payload. From rank 0 to the last rank:
+             item.step the step that waits for tokens, item.position the tokens known, item.rows how many of them the
+             payload holds, i32 each, from the sequence's first on. Frame flag 1: more of it follows
+    ROLL     nothing; the items are all sequences that live
     RELEASE  nothing; PING and PONG at most 64 bytes, returned as they came
 
 Every decoder raises ``RingError`` and nothing else.
@@ -49,19 +55,25 @@ __all__ = [
     "Frame",
     "FrameDecoder",
     "FrameKind",
+    "Held",
     "Hello",
     "Item",
+    "Known",
     "RingError",
     "check_hello",
     "decode",
     "decode_admit",
     "decode_error",
+    "decode_held",
     "decode_hidden",
+    "decode_known",
     "decode_tokens",
     "encode",
     "encode_admit",
     "encode_error",
+    "encode_held",
     "encode_hidden",
+    "encode_known",
     "encode_tokens",
     "is_stale",
     "read_frame",
@@ -75,6 +87,8 @@ _MAX_ERROR_TEXT = 2000
 
 _HELLO = struct.Struct("<32s7I")
 _LENGTH = struct.Struct("<I")
+MORE = 1
+"""Flag of a HELD frame that another one continues."""
 
 
 class DType(IntEnum):
@@ -227,6 +241,82 @@ def decode_admit(frame: Frame) -> Admit:
         raise RingError(f"an ADMIT announces {size} bytes of JSON", "admit_json")
     params = _load_object(payload[_LENGTH.size : _LENGTH.size + size], "admit_json")
     return Admit(params, _unpack_tokens(payload[_LENGTH.size + size :]))
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a rank has of a sequence: ``length`` rows, ``final`` of which nobody will change, the last of ``step``."""
+
+    step: int
+    final: int
+    length: int
+
+
+def encode_held(epoch: int, held: Mapping[int, Held]) -> list[Frame]:
+    """HELD frames of a successor, at least one."""
+    items = [Item(key, each.step, each.final, 0, each.length) for key, each in held.items()]
+    parts = [tuple(items[at : at + MAX_ITEMS]) for at in range(0, len(items), MAX_ITEMS)] or [()]
+    return _continued(epoch, [(part, b"") for part in parts])
+
+
+def decode_held(frame: Frame) -> dict[int, Held]:
+    """What a successor's HELD frame says, by request id."""
+    _expect(frame, FrameKind.HELD)
+    if frame.payload:
+        raise RingError("a HELD frame of rows has a payload", "payload_bytes")
+    if any(item.position > item.flags for item in frame.items):
+        raise RingError("a HELD frame has more final rows than rows", "rows")
+    return {item.request_id: Held(item.step, item.position, item.flags) for item in frame.items}
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What rank 0 knows of a sequence: ``count`` tokens, the first ``len(tokens)`` of which are here, and the step
+    whose answer it waits for (0 for none)."""
+
+    step: int
+    count: int
+    tokens: tuple[int, ...] = ()
+
+
+def encode_known(epoch: int, known: Mapping[int, Known]) -> list[Frame]:
+    """HELD frames of rank 0, at least one; tokens beyond what a frame holds are left out."""
+    parts: list[tuple[tuple[Item, ...], bytes]] = []
+    items: list[Item] = []
+    payload: list[bytes] = []
+    rows = 0
+    for key, each in known.items():
+        tokens = each.tokens[:MAX_ROWS]
+        if items and (rows + len(tokens) > MAX_ROWS or len(items) == MAX_ITEMS):
+            parts.append((tuple(items), b"".join(payload)))
+            items, payload, rows = [], [], 0
+        items.append(Item(key, each.step, each.count, len(tokens), 0))
+        payload.append(_pack_tokens(tokens))
+        rows += len(tokens)
+    parts.append((tuple(items), b"".join(payload)))
+    return _continued(epoch, parts)
+
+
+def decode_known(frame: Frame) -> dict[int, Known]:
+    """What rank 0's HELD frame says, by request id."""
+    _expect(frame, FrameKind.HELD)
+    tokens = _unpack_tokens(frame.payload)
+    if len(tokens) != frame.rows or any(item.rows > item.position for item in frame.items):
+        raise RingError(f"a HELD frame of {frame.rows} tokens holds {len(tokens)}", "payload_bytes")
+    known: dict[int, Known] = {}
+    at = 0
+    for item in frame.items:
+        known[item.request_id] = Known(item.step, item.position, tokens[at : at + item.rows])
+        at += item.rows
+    return known
+
+
+def _continued(epoch: int, parts: Sequence[tuple[tuple[Item, ...], bytes]]) -> list[Frame]:
+    last = len(parts) - 1
+    return [
+        Frame(FrameKind.HELD, epoch, items, payload, MORE if index < last else 0)
+        for index, (items, payload) in enumerate(parts)
+    ]
 
 
 def encode_error(error: KvasirError) -> bytes:

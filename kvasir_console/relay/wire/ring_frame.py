@@ -2,16 +2,18 @@
 
     header, 32 bytes
          0   4  magic "KVRG"
-         4   1  version, u8 = 1
+         4   1  version, u8 = 2
          5   1  kind, u8 (``FrameKind``)
          6   2  flags, u16
          8   4  epoch, u32: the generation of the placement plan
         12   4  count, u32: items in the table
         16   4  payload_bytes, u32
-        20  12  zero
+        20   4  slowest_us, u32: the longest that any rank took to compute what this frame carries
+        24   4  inside_us, u32: how long it spent in ranks altogether, waiting included
+        28   4  zero
     item, 24 bytes, ``count`` times
          0   8  request id, u64
-         8   4  sequence, u32
+         8   4  step, u32: the number of the step that the rows belong to, 0 for none
         12   4  position, u32: of the item's first row in its sequence
         16   4  rows, u32
         20   4  flags, u32
@@ -35,8 +37,8 @@ import numpy as np
 from kvasir_console.relay.wire.control import Reader
 
 MAGIC = b"KVRG"
-VERSION = 1
-MAX_ITEMS = 1024
+VERSION = 2
+MAX_ITEMS = 4096
 MAX_ROWS = 65536
 MAX_PAYLOAD_BYTES = 64 * 2**20
 MAX_ADMIT_BYTES = 8 * 2**20
@@ -44,12 +46,13 @@ MAX_ERROR_BYTES = 64 * 2**10
 HELLO_BYTES = 60
 PING_BYTES = 64
 
-_HEADER = struct.Struct("<4sBBHIII12s")
+_HEADER = struct.Struct("<4sBBHIIIII4s")
 _ITEM = struct.Struct("<QIIII")
 _CRC = struct.Struct("<I")
 HEADER_BYTES = _HEADER.size
 ITEM_BYTES = _ITEM.size
-_ZERO = bytes(12)
+_ZERO = bytes(4)
+_MOST_US = 2**32 - 1
 
 
 class FrameKind(IntEnum):
@@ -61,6 +64,8 @@ class FrameKind(IntEnum):
     ERROR = 6
     PING = 7
     PONG = 8
+    HELD = 9
+    ROLL = 10
 
 
 # kind: fewest items, most items, most payload bytes
@@ -73,6 +78,8 @@ _LIMITS: dict[FrameKind, tuple[int, int, int]] = {
     FrameKind.ERROR: (0, MAX_ITEMS, MAX_ERROR_BYTES),
     FrameKind.PING: (0, 0, PING_BYTES),
     FrameKind.PONG: (0, 0, PING_BYTES),
+    FrameKind.HELD: (0, MAX_ITEMS, 4 * MAX_ROWS),
+    FrameKind.ROLL: (0, MAX_ITEMS, 0),
 }
 
 
@@ -89,7 +96,7 @@ class Item:
     """One sequence's part of a frame."""
 
     request_id: int
-    sequence: int = 0
+    step: int = 0
     position: int = 0
     rows: int = 1
     flags: int = 0
@@ -102,6 +109,8 @@ class Frame:
     items: tuple[Item, ...] = ()
     payload: bytes = b""
     flags: int = 0
+    slowest_us: int = 0
+    inside_us: int = 0
 
     @property
     def rows(self) -> int:
@@ -118,10 +127,19 @@ def encode(frame: Frame) -> bytes:
     """The bytes of ``frame``. Raises ``RingError`` for one that its receiver would refuse."""
     try:
         header = _HEADER.pack(
-            MAGIC, VERSION, frame.kind, frame.flags, frame.epoch, len(frame.items), len(frame.payload), _ZERO
+            MAGIC,
+            VERSION,
+            frame.kind,
+            frame.flags,
+            frame.epoch,
+            len(frame.items),
+            len(frame.payload),
+            min(frame.slowest_us, _MOST_US),
+            min(frame.inside_us, _MOST_US),
+            _ZERO,
         )
         table = b"".join(
-            _ITEM.pack(item.request_id, item.sequence, item.position, item.rows, item.flags) for item in frame.items
+            _ITEM.pack(item.request_id, item.step, item.position, item.rows, item.flags) for item in frame.items
         )
     except struct.error as error:
         raise RingError(f"a number does not fit its field: {error}", "field_range") from error
@@ -208,6 +226,8 @@ class _Header:
     epoch: int
     count: int
     payload_bytes: int
+    slowest_us: int
+    inside_us: int
 
     @property
     def rest_bytes(self) -> int:
@@ -215,7 +235,7 @@ class _Header:
 
 
 def _read_header(raw: bytes) -> _Header:
-    magic, version, kind, flags, epoch, count, payload_bytes, zero = _HEADER.unpack(raw)
+    magic, version, kind, flags, epoch, count, payload_bytes, slowest_us, inside_us, zero = _HEADER.unpack(raw)
     if magic != MAGIC:
         raise RingError("the bytes are not a ring frame", "magic")
     if version != VERSION:
@@ -227,7 +247,7 @@ def _read_header(raw: bytes) -> _Header:
     if zero != _ZERO:
         raise RingError("a reserved field of a ring frame is not zero", "reserved")
     _check_limits(kind, count, payload_bytes)
-    return _Header(raw, kind, flags, epoch, count, payload_bytes)
+    return _Header(raw, kind, flags, epoch, count, payload_bytes, slowest_us, inside_us)
 
 
 def _read_rest(header: _Header, rest: bytes) -> Frame:
@@ -239,7 +259,7 @@ def _read_rest(header: _Header, rest: bytes) -> Frame:
         raise RingError("the checksum of a ring frame does not match its bytes", "checksum")
     table = header.count * ITEM_BYTES
     items = tuple(Item(*fields) for fields in _ITEM.iter_unpack(rest[:table]))
-    frame = Frame(header.kind, header.epoch, items, rest[table:end], header.flags)
+    frame = Frame(header.kind, header.epoch, items, rest[table:end], header.flags, header.slowest_us, header.inside_us)
     _check_consistent(frame)
     return frame
 

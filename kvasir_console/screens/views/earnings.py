@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvasir_console.node.snapshot import EarningsView, NodeSnapshot
+from kvasir_console.node.snapshot import EarningsView, NodeSnapshot, StatementView
 from kvasir_console.screens import format as fmt
 from kvasir_console.screens.frame import Frame
 from kvasir_console.screens.graph import filled
@@ -26,6 +26,8 @@ def earnings(frame: Frame, cells: int, height: int) -> list[Line]:
         _figure("carried", fmt.carried(seen.carried_micro_kvr), "µKVR", Role.LABEL),
         _claim(seen),
     ]
+    if snapshot is not None and snapshot.statements.worker:
+        lines.append(_statements(snapshot.statements))
     if snapshot is not None:
         lines.append(_wallet(snapshot, cells))
     return [crop(each, cells) for each in lines[:height]]
@@ -69,6 +71,17 @@ def _claim(seen: EarningsView) -> Line:
     role = _CLAIM_ROLES.get(seen.claim_state, Role.ACCENT)
     signature = f"  {fmt.short(seen.last_signature)}" if seen.last_signature else ""
     return labelled("claim", Span(seen.claim_state, role), Span(signature, Role.LABEL), label_width=LABEL)
+
+
+def _statements(seen: StatementView) -> Line:
+    """Rows counted here beside those the hub has stated; a hub that is not believed is said so."""
+    if seen.refused:
+        return labelled("stated", Span(seen.refused, Role.BAD), label_width=LABEL)
+    if seen.stated_rows is None:
+        return labelled("stated", Span(fmt.NA, Role.LABEL), label_width=LABEL)
+    role = Role.GOOD if seen.acknowledged == seen.sequence else Role.TEXT
+    figure = Span(f"{seen.stated_rows} of {seen.mine_rows}", role)
+    return labelled("stated", figure, Span(" rows", Role.LABEL), label_width=LABEL)
 
 
 def _wallet(snapshot: NodeSnapshot, cells: int) -> Line:

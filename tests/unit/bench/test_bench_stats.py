@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvasir_console.bench.engine import kl_divergence, log_softmax
-from kvasir_console.bench.stats import paired_ratio
+from kvasir_console.bench.stats import paired_difference, paired_ratio
 
 POSITIVE = st.floats(0.1, 1000.0)
 
@@ -47,3 +47,10 @@ def test_divergence_is_that_of_torch() -> None:
     wanted = F.kl_div(torch.from_numpy(q), torch.from_numpy(p), log_target=True, reduction="sum")
     assert math.isclose(kl_divergence(p, q), float(wanted), rel_tol=1e-12)
     assert kl_divergence(p, p) == 0.0
+
+
+def test_a_difference_is_taken_pair_by_pair() -> None:
+    found = paired_difference([11.0, 22.0, 33.0], [10.0, 20.0, 30.0])
+    assert (found.median, found.low, found.high) == (2.0, 1.0, 3.0)
+    with pytest.raises(ValueError):
+        paired_difference([1.0], [])

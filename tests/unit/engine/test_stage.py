@@ -144,6 +144,20 @@ def test_forms_agree(path, forms):
     assert float((ring([load(path, forms=forms)], [280]) - wanted).abs().max() / wanted.abs().max()) <= bound
 
 
+def test_experts_may_be_held_otherwise_than_the_layers(moe_path, forms):
+    """As they are where layers are on an accelerator and experts in memory; where they are must not matter here."""
+    wanted = ring([load(moe_path)], WHOLE)
+    split = load(moe_path, forms=forms, expert_forms=REFERENCE, experts_device="cpu")
+    assert float((ring([split], WHOLE) - wanted).abs().max() / wanted.abs().max()) <= 3e-2
+    exact = load(moe_path, forms=REFERENCE, expert_forms=forms, experts_device="cpu")
+    bound = {"reference": 0.0, "native": 2e-5, "eager": 3e-2}[forms.name]
+    assert float((ring([exact], WHOLE) - wanted).abs().max() / wanted.abs().max()) <= bound
+    for stage in (split, exact):
+        assert [int(bank.pairs.sum()) for bank in stage.banks.values()] == [2 * len(TOKENS)] * N_LAYER
+    kinds = {type(holding.held) for bank in split.banks.values() for holding in bank.holdings}
+    assert kinds == {type(holding.held) for bank in load(moe_path).banks.values() for holding in bank.holdings}
+
+
 @pytest.mark.parametrize(("kv_type", "bound"), [("f16", 2e-3), ("bf16", 2e-2), ("q8_0", 3e-2)])
 def test_smaller_caches_change_little(path, forms, kv_type, bound, tmp_path_factory):
     wide = write_tiny_llama(

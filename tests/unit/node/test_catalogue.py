@@ -210,6 +210,14 @@ def test_other_models_in_the_folder_are_listed_too(paths: Paths) -> None:
     assert listed["smollm2"] == listed["gemma3"] == listed["smollm2-moe"] == ModelState.ABSENT
 
 
+def test_the_parts_of_a_model_are_listed_as_one(paths: Paths) -> None:
+    paths.models.mkdir(parents=True)
+    for number in (1, 2, 3):
+        (paths.models / f"large-0000{number}-of-00003.gguf").write_bytes(bytes(number))
+    (found,) = [model for model in list_models(paths) if model.state == ModelState.FOREIGN]
+    assert (found.name, found.path.name, found.n_bytes) == ("large", "large-00001-of-00003.gguf", 6)
+
+
 def test_every_source_is_pinned_to_one_version_and_one_digest() -> None:
     for entry in CATALOGUE.values():
         assert len(bytes.fromhex(entry.sha256)) == 32

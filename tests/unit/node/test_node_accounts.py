@@ -20,7 +20,9 @@ from kvasir_console.config import WalletConfig
 from kvasir_console.errors import KvasirError, LedgerError, NetworkError, WalletError
 from kvasir_console.node.accounts import Accounts
 from kvasir_console.node.market import Market
+from kvasir_console.paths import Paths
 from kvasir_console.relay.wire.signed import ActionKind, action_text, parse_action, rfc3339
+from kvasir_console.wallet.chain_cluster import ClusterPin
 from kvasir_console.wallet.keys import verify
 
 from ledger_process import LedgerProcess
@@ -83,9 +85,11 @@ class Gate:
         return httpx.Response(self.status, json=reply)
 
 
-def accounts(gate: Gate, signer: Signer | None = None, config: WalletConfig = NOWHERE) -> Accounts:
+def accounts(
+    gate: Gate, signer: Signer | None = None, config: WalletConfig = NOWHERE, home: Path = Path("/nonexistent")
+) -> Accounts:
     market = Market(GATEWAY, transport=httpx.MockTransport(gate))
-    return Accounts(market, signer or Signer(), WALLET, config)  # type: ignore[arg-type]
+    return Accounts(market, signer or Signer(), WALLET, config, Paths.from_environment({"KVASIR_HOME": str(home)}))
 
 
 async def test_before_the_first_answer_nothing_is_known():
@@ -197,16 +201,37 @@ def ledger(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LedgerProcess]:
     process.stop()
 
 
-async def test_the_balance_comes_from_a_real_ledger(ledger):
+async def test_the_balance_comes_from_a_real_ledger(ledger, tmp_path: Path):
     config = WalletConfig(rpc_url=ledger.url, rpc_auth_file=str(ledger.auth_file))
-    money = accounts(Gate(), config=config)
+    money = accounts(Gate(), config=config, home=tmp_path)
     await money.refresh()
     assert money.view().wallet_micro_kvr == 0  # asked and answered: this zero is true
 
 
+async def test_another_cluster_than_the_wallets_shows_no_balance(ledger, tmp_path: Path):
+    """The same file as the wallet's commands keep: what either met first holds for both."""
+    config = WalletConfig(rpc_url=ledger.url, rpc_auth_file=str(ledger.auth_file))
+    paths = Paths.from_environment({"KVASIR_HOME": str(tmp_path)})
+    pin = ClusterPin(paths.state / "clusters.json", WALLET)
+    pin.accept("4uhcVJyU9pJkvQyS88uRDiswHXSCkY3zQawwpjk2NsNY")
+    money = accounts(Gate(), config=config, home=tmp_path)
+    await money.refresh()
+    assert money.view().wallet_micro_kvr is None
+    pin.accept(ledger.genesis)
+    await money.refresh()
+    assert money.view().wallet_micro_kvr == 0
+
+
+async def test_the_first_cluster_that_a_node_meets_is_pinned(ledger, tmp_path: Path):
+    config = WalletConfig(rpc_url=ledger.url, rpc_auth_file=str(ledger.auth_file))
+    await accounts(Gate(), config=config, home=tmp_path).refresh()
+    paths = Paths.from_environment({"KVASIR_HOME": str(tmp_path)})
+    assert ClusterPin(paths.state / "clusters.json", WALLET).pinned == ledger.genesis
+
+
 async def test_a_missing_authorization_file_costs_the_balance_only(ledger, tmp_path: Path):
     config = WalletConfig(rpc_url=ledger.url, rpc_auth_file=str(tmp_path / "gone"))
-    money = accounts(Gate(), config=config)
+    money = accounts(Gate(), config=config, home=tmp_path)
     await money.refresh()
     assert money.view().wallet_micro_kvr is None
     assert money.view().pending_micro_kvr == 12_779

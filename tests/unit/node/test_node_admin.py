@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import shutil
 import stat
 import sys
@@ -12,7 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from kvasir_console.errors import KvasirError, LedgerError, NetworkError, SystemResourceError, UsageError
+from kvasir_console.errors import (
+    KvasirError,
+    LedgerError,
+    NetworkError,
+    SystemResourceError,
+    UsageError,
+    WalletError,
+)
 from kvasir_console.node import phase
 from kvasir_console.node.admin import AdminClient, AdminServer
 from kvasir_console.node.phase import Phase
@@ -226,3 +235,33 @@ async def test_a_directory_that_is_not_there_is_named(path):
     with pytest.raises(SystemResourceError, match="No socket can be made"):
         async with AdminServer(path.parent / "gone" / "node.sock", {}):
             pass
+
+
+async def test_a_passphrase_is_not_sent_to_another_users_socket(path, monkeypatch):
+    """Who knows where the socket will be could have made one there."""
+    received = bytearray()
+
+    async def thief(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        received.extend(await reader.read())
+        writer.close()
+
+    server = await asyncio.start_unix_server(thief, str(path))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getuid", lambda: 4_000_000)
+        with pytest.raises(WalletError) as caught:
+            await AdminClient(path).call("unlock", passphrase="correct horse battery")
+    assert caught.value.code == "other_user"
+    server.close()
+    await server.wait_closed()
+    assert received == b""
+
+
+async def test_another_user_is_not_answered(path, monkeypatch):
+    async with AdminServer(path, HANDLERS):
+        monkeypatch.setattr(os, "getuid", lambda: 4_000_000)
+        reader, writer = await asyncio.open_unix_connection(str(path))
+        async with asyncio.timeout(20):
+            with contextlib.suppress(ConnectionError):
+                await control.write_message(writer, {"id": 1, "verb": "status"})
+                assert await reader.read() == b""
+        writer.close()

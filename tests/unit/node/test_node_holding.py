@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -12,7 +13,7 @@ from nacl.signing import SigningKey
 from solders.pubkey import Pubkey
 
 from kvasir_console.errors import NetworkError, SystemResourceError
-from kvasir_console.node.holding import ExpertHolding, RingHolding, choose_plan, session_name
+from kvasir_console.node.holding import ExpertHolding, RingHolding, choose_plan, ring_fields, session_name
 from kvasir_console.node.market import Assignment
 from kvasir_console.node.placement.plan import Plan, PlannedStage, sign_plan
 from kvasir_console.relay.wire.preamble import Kind, Preamble, Wire
@@ -59,7 +60,7 @@ async def test_experts_are_reported_as_the_contract_says():
         "n_layer": 30,
         "n_expert": 8,
         "url": f"relay:expert-{WORKER}",
-        "wires": ["v1", "v2", "v2f16"],
+        "wires": ["v1", "v2", "v2f16", "v3"],
     }
 
 
@@ -81,9 +82,50 @@ async def test_experts_are_loaded_and_dialled_under_the_workers_session():
     assert (preamble.kind, preamble.session, preamble.wallet) == (Kind.EXPERTS, session.name, A)
     assert (preamble.layer, preamble.begin, preamble.end) == (3, 2, 6)
     assert preamble.model_digest.hex() == DIGEST
-    assert preamble.wires == Wire.V1 | Wire.V2 | Wire.V2F16
+    assert preamble.wires == Wire.V1 | Wire.V2 | Wire.V2F16 | Wire.V3
     view = holding.view()
     assert (view.kind, view.layer, view.begin, view.end, view.total, view.tensor_bytes) == ("experts", 3, 2, 6, 8, 99)
+
+
+async def test_slices_of_several_layers_are_held_on_one_session() -> None:
+    more = (Assignment("moe", layer=4, begin=0, end=2, n_embd=576, n_layer=30, n_expert=8),)
+    holding = ExpertHolding(ASSIGNMENT, WORKER, A, file=Path("/x"), more=more, files=(Path("/y"),))
+    assert holding.describe() == "experts 2 to 5 of layer 3, 0 to 1 of layer 4 of moe"
+    assert holding.coverage()["segments"] == [[3, 2, 6], [4, 0, 2]]
+    engine = Loader(n_embd=576, model_digest=DIGEST)
+    await holding.load(engine, lambda *_: None)
+    assert engine.fields == {
+        "model": "moe",
+        "role": "experts",
+        "slices": [
+            {"path": "/x", "layer": 3, "experts": [2, 6]},
+            {"path": "/y", "layer": 4, "experts": [0, 2]},
+        ],
+    }
+    (session,) = holding.sessions("https://gate.example.net")
+    assert session.preamble.windows == ((3, 2, 6), (4, 0, 2))
+
+
+async def test_a_further_slice_that_does_not_fit_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "shard.gguf"
+    file.write_bytes(bytes(600))
+    asked: list[tuple[int, int]] = []
+
+    async def fetch(*_: Any, budget_bytes: int, **__: Any) -> Path:
+        asked.append((_[3].layer, budget_bytes))
+        if budget_bytes < 600:
+            raise SystemResourceError("memory_short", "It does not fit.")
+        return file
+
+    monkeypatch.setattr("kvasir_console.node.holding.fetch_expert_shard", fetch)
+    more = tuple(Assignment("moe", layer, 0, 2, 576, 30, 8) for layer in (4, 5))
+    holding = ExpertHolding(ASSIGNMENT, WORKER, A, more=more)
+    await holding.fetch(None, "t", tmp_path, 1300, lambda *_: None)
+    assert asked == [(3, 1300), (4, 700), (5, 100)]
+    assert [each.layer for each in holding.assignments] == [3, 4]
+    assert (holding.file, holding.files) == (file, (file,))
+    with pytest.raises(SystemResourceError):
+        await ExpertHolding(ASSIGNMENT, WORKER, A).fetch(None, "t", tmp_path, 100, lambda *_: None)
 
 
 async def test_an_assignment_with_another_width_than_its_shard_is_refused():
@@ -141,7 +183,7 @@ def test_every_edge_of_a_ring_is_dialled_from_both_ends():
 
 async def test_a_window_is_loaded_with_its_place_in_the_ring():
     engine = Loader(tensor_bytes=7)
-    holding = RingHolding(plan(A, B), B, context_length=512, file=Path("/x"))
+    holding = RingHolding(plan(A, B), B, context_length=512, kv_budget_bytes=4096, file=Path("/x"))
     await holding.load(engine, lambda *_: None)
     assert engine.fields == {
         "path": "/x",
@@ -149,9 +191,24 @@ async def test_a_window_is_loaded_with_its_place_in_the_ring():
         "role": "stage",
         "layers": [10, 20],
         "context_length": 512,
+        "kv_budget_bytes": 4096,
         "ring": {"id": "smollm2", "epoch": 4, "rank": 1, "size": 2, "n_layer": 20},
     }
     assert holding.view().tensor_bytes == 7
+
+
+def test_a_newer_plan_leaves_a_window_only_where_it_was():
+    held = RingHolding(plan(A, B, C), B, 0)
+    newer = replace(plan(A, B, C), generation=5)
+    assert held.stays(newer)
+    assert held.stays(replace(plan(C, B, A), generation=5))  # others changed places
+    assert not held.stays(held.plan)
+    assert not held.stays(replace(newer, generation=3))
+    assert not held.stays(replace(newer, ring="another"))
+    assert not held.stays(replace(newer, model_digest="cd" * 32))
+    assert not held.stays(replace(plan(B, A, C), generation=5))
+    assert not held.stays(replace(plan(A, C), generation=5))
+    assert ring_fields(newer, held.stage) == {"id": "smollm2", "epoch": 5, "rank": 1, "size": 3, "n_layer": 20}
 
 
 def test_a_wallet_outside_the_plan_has_no_window():

@@ -63,6 +63,7 @@ SNAPSHOTS = st.builds(
         rows_per_s=number,
         tokens_per_s=number,
         history=st.lists(number, max_size=5).map(tuple),
+        expert_pairs=st.lists(count, max_size=5).map(tuple),
     ),
     earnings=st.builds(
         snapshot.EarningsView,

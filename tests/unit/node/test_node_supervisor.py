@@ -211,7 +211,14 @@ class Supervised:
     def __init__(self, runtime: Path, log_file: Path, script: str) -> None:
         self.clients: list[EngineClient] = []
         self.reasons: list[str] = []
-        self.engine = Engine("e", runtime, log_file, EngineConfig(threads=2), self._ready, self.reasons.append)
+        self.engine = Engine(
+            "e",
+            runtime,
+            log_file,
+            EngineConfig(threads=2, kv_type="f16", expert_device="cpu"),
+            self._ready,
+            self.reasons.append,
+        )
         argv = self.engine._child._argv
         place = argv.index("kvasir_console.engine.process")
         self.engine._child._argv = [sys.executable, "-c", script, *argv[place + 1 :]]
@@ -244,6 +251,7 @@ async def test_an_engine_is_started_with_its_configuration(supervised):
     await until(lambda: under.clients)
     options = (await under.clients[0].call("stats"))["options"]
     assert (options["--name"], options["--threads"], options["--device"]) == ("e", "2", "cpu")
+    assert (options["--kv-type"], options["--expert-device"]) == ("f16", "cpu")
     assert under.engine.pid is not None
 
 

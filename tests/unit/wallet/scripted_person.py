@@ -28,6 +28,7 @@ class Scripted:
         self.echoed: list[str] = []
         self.shown: list[str] = []
         self.secrets: list[str] = []
+        self.screen = (0, 0)
 
     def _answer(self, question: str) -> str:
         self.questions.append(question)
@@ -45,6 +46,9 @@ class Scripted:
 
     def ask_secret(self, question: str) -> str:
         return self._answer(question)
+
+    def size(self) -> tuple[int, int]:
+        return self.screen
 
     def show(self, text: str) -> None:
         self.shown.append(text)

@@ -14,6 +14,7 @@ from kvasir_console.errors import ConfigError, LedgerError, NetworkError, UsageE
 from kvasir_console.wallet import token
 from kvasir_console.wallet.chain import Chain, Outcome, OutcomeState, PreparedTransfer, check_rpc_url
 from kvasir_console.wallet.chain_errors import PreflightError
+from kvasir_console.wallet.token import DEVNET_MINT
 
 from ledger_process import HANG_UP, LedgerProcess, RpcProxy
 
@@ -126,7 +127,7 @@ async def test_a_wrong_token_says_which_file_to_check(process: LedgerProcess, au
     async with Chain(process.url, auth, poll_s=POLL_S) as stranger:
         questions: list[Awaitable[object]] = [
             stranger.genesis_hash(),
-            stranger.transact(PreparedTransfer(b"", "1" * 64, 1)),
+            stranger.await_outcome("1" * 64, 1),
         ]
         for question in questions:
             with pytest.raises(NetworkError) as error:
@@ -153,6 +154,56 @@ async def test_an_answer_that_is_no_solana_answer_is_a_network_error(process: Le
     ):
         with pytest.raises(NetworkError) as error:
             await chain.balance_lamports(new_address())
+        assert error.value.code == "rpc_malformed"
+
+
+@pytest.mark.parametrize("value", [None, {}, {"blockhash": None}, {"blockhash": None, "lastValidBlockHeight": 9}, 7])
+async def test_a_blockhash_that_is_none_is_a_network_error(process: LedgerProcess, value: Any) -> None:
+    def lies(method: str, reply: Any) -> Any:
+        return {**reply, "result": {**reply["result"], "value": value}} if method == "getLatestBlockhash" else reply
+
+    async with RpcProxy(process.url, lies) as proxy, connect(process, proxy.url) as chain:
+        with pytest.raises(NetworkError) as error:
+            await chain.prepare([], [Keypair()])
+        assert error.value.code == "rpc_malformed"
+
+
+@pytest.mark.parametrize("value", [[], [None, None], None, "x"])
+async def test_statuses_that_are_missing_decide_nothing(process: LedgerProcess, value: Any) -> None:
+    """Neither landed nor expired: asked again until the time is over."""
+
+    def lies(method: str, reply: Any) -> Any:
+        return {**reply, "result": {**reply["result"], "value": value}} if method == "getSignatureStatuses" else reply
+
+    async with RpcProxy(process.url, lies) as proxy, connect(process, proxy.url) as chain:
+        signature = str(Keypair().sign_message(b"x"))
+        with pytest.raises(NetworkError) as error:
+            await chain.status(signature)
+        assert error.value.code == "rpc_malformed"
+        with pytest.raises(NetworkError) as error:
+            await chain.await_outcome(signature, 0, timeout_s=0.1)
+        assert error.value.code == "outcome_unknown"
+
+
+BALANCE = {"accountIndex": 99, "mint": DEVNET_MINT, "owner": DEVNET_MINT, "programId": DEVNET_MINT}
+AMOUNT = {"amount": "9" * 5000, "decimals": 6, "uiAmount": None, "uiAmountString": "0"}
+
+
+@pytest.mark.parametrize(
+    "meta", [None, {"postTokenBalances": [{**BALANCE, "uiTokenAmount": AMOUNT}]}, {"preBalances": [-1]}, {"fee": 2**70}]
+)
+async def test_a_history_that_makes_no_sense_is_a_network_error(process: LedgerProcess, meta: Any) -> None:
+    def lies(method: str, reply: Any) -> Any:
+        if method == "getTransaction" and reply["result"] is not None:
+            reply["result"]["meta"] = None if meta is None else {**reply["result"]["meta"], **meta}
+        return reply
+
+    async with RpcProxy(process.url, lies) as proxy, connect(process, proxy.url) as chain:
+        payer, recipient = await funded(chain), new_address()
+        prepared = await prepare_sol(chain, payer, recipient, SOL)
+        await chain.transact(prepared)
+        with pytest.raises(NetworkError) as error:
+            await chain.movements(recipient, DEVNET_MINT)
         assert error.value.code == "rpc_malformed"
 
 

@@ -380,7 +380,7 @@ MONEY = intents.Context(HOST, WALLET, NOW, DEVNET, MINT)
 
 def transfer(**changes: object) -> dict[str, object]:
     fields = {"kind": "transfer", "cluster": DEVNET, "token": "KVR", "recipient": RECIPIENT}
-    money = {"amount": 1_500_000, "memo": "", "blockhash": BLOCKHASH, "priority_micro_lamports": 0}
+    money = {"amount": 1_500_000, "memo": "", "blockhash": BLOCKHASH, "priority_micro_lamports": 0, "payment": ""}
     return fields | money | changes
 
 

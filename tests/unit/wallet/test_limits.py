@@ -14,7 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvasir_console.errors import SystemResourceError, WalletError
-from kvasir_console.wallet.limits import DailyLimit
+from kvasir_console.wallet import limits
+from kvasir_console.wallet.limits import FREE_SIGNINGS, MAX_PAYMENTS, DailyLimit
 
 DAY = date(2026, 11, 29)
 
@@ -91,6 +92,11 @@ def test_a_clock_that_goes_back_begins_no_new_day(file):
         b"[" * 4000,
         b'{"version": 1, "day": "noon", "spent": {}}',
         b'{"version": 2, "day": "2026-11-29", "spent": {}}',
+        b'{"version": 3, "day": "2026-11-29", "spent": {}, "payments": {}}',
+        b'{"version": 2, "day": "2026-11-29", "spent": {}, "payments": {"x": 1}}',
+        b'{"version": 2, "day": "2026-11-29", "spent": {}, "payments": []}',
+        b'{"version": 2, "day": "2026-11-29", "spent": {}, "payments": {"' + b"0" * 64 + b'": -1}}',
+        b'{"version": true, "day": "2026-11-29", "spent": {}}',
         b'{"version": 1, "day": "2026-11-29", "spent": {"KVR": -5}}',
         b'{"version": 1, "day": "2026-11-29", "spent": {"KVR": true}}',
         b'{"version": 1, "day": "2026-11-29", "spent": []}',
@@ -128,6 +134,64 @@ def test_several_processes_share_one_allowance(file):
         subprocess.Popen([sys.executable, "-c", script, str(file)], stdout=subprocess.PIPE, text=True) for _ in range(3)
     ]
     assert sum(int(child.communicate(timeout=60)[0]) for child in children) == 10
+
+
+RENT, BREAD = "0" * 64, "1" * 64
+
+
+def test_a_payment_that_is_signed_again_counts_once_for_two_more_signatures(file):
+    calendar = Calendar()
+    limit = DailyLimit(file, {"KVR": 10}, calendar)
+    for _ in range(1 + FREE_SIGNINGS):
+        DailyLimit(file, {"KVR": 10}, calendar).spend("KVR", 6, RENT)
+    assert refusal(limit, "KVR", 5).code == "daily_limit"
+    limit.spend("KVR", 4)
+    with pytest.raises(WalletError, match="more than the day's limit"):
+        limit.spend("KVR", 6, RENT)  # the fourth counts again
+    calendar.day += timedelta(days=1)
+    limit.spend("KVR", 6, RENT)  # and so does the first of another day
+    assert refusal(limit, "KVR", 5).code == "daily_limit"
+
+
+def test_another_payment_is_not_the_same_one(file):
+    limit = DailyLimit(file, {"KVR": 10}, Calendar())
+    limit.spend("KVR", 6, RENT)
+    with pytest.raises(WalletError, match="more than the day's limit"):
+        limit.spend("KVR", 6, BREAD)
+    limit.spend("KVR", 4, BREAD)
+
+
+def test_a_payment_without_an_id_is_counted_each_time(file):
+    limit = DailyLimit(file, {"KVR": 10}, Calendar())
+    limit.spend("KVR", 6)
+    assert refusal(limit, "KVR", 6).code == "daily_limit"
+
+
+def test_a_refused_payment_is_not_remembered_as_counted(file):
+    limit = DailyLimit(file, {"KVR": 5}, Calendar())
+    for _ in range(2):
+        with pytest.raises(WalletError, match="more than the day's limit"):
+            limit.spend("KVR", 6, RENT)
+
+
+def test_the_oldest_payments_are_forgotten_and_count_anew(file):
+    limit = DailyLimit(file, {"KVR": MAX_PAYMENTS + 2}, Calendar())
+    digests = [f"{number:064x}" for number in range(MAX_PAYMENTS + 1)]
+    for digest in digests:
+        limit.spend("KVR", 1, digest)
+    limit.spend("KVR", 1, digests[1])  # remembered
+    limit.spend("KVR", 1, digests[0])
+    assert refusal(limit, "KVR", 1).code == "daily_limit"
+    assert len(limits.parse_spending(file.read_bytes()).payments) == MAX_PAYMENTS
+
+
+def test_a_day_that_an_older_program_wrote_goes_on(file):
+    file.write_bytes(b'{"version": 1, "day": "2026-11-29", "spent": {"KVR": 7}}')
+    file.chmod(0o600)
+    limit = DailyLimit(file, {"KVR": 10}, Calendar())
+    assert refusal(limit, "KVR", 4).code == "daily_limit"
+    limit.spend("KVR", 3, RENT)
+    limit.spend("KVR", 3, RENT)
 
 
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

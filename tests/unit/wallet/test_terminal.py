@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import pty
 import select
+import struct
 import sys
+import termios
 from pathlib import Path
 
 import pytest
@@ -22,7 +25,7 @@ with controlling_terminal() as person:
     name = person.ask("Name: ")
     secret = person.ask_secret("Secret: ")
     person.show_secret("the words", "Press Enter. ")
-    person.show(f"{name}/{len(secret)}/end")
+    person.show(f"{name}/{len(secret)}/{person.size()}/end")
 """
 
 
@@ -32,6 +35,7 @@ def on_terminal(typed: list[bytes], term: str) -> str:
     if child == 0:
         environment = {**os.environ, "TERM": term, "PYTHONPATH": str(Path(__file__).parents[3])}
         os.execve(sys.executable, [sys.executable, "-c", SCRIPT], environment)  # noqa: S606
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("4H", 50, 90, 0, 0))
     shown, answers = b"", list(typed)
     try:
         while select.select([terminal], [], [], 20)[0]:
@@ -49,7 +53,7 @@ def on_terminal(typed: list[bytes], term: str) -> str:
 def test_a_person_is_reached_whatever_is_redirected():
     shown = on_terminal([b" Ada \n", b"swordfish\n", b"\n"], "dumb")
     assert "hello" in shown
-    assert "Ada/9/end" in shown
+    assert "Ada/9/(0, 0)/end" in shown  # nothing is drawn there
     assert "swordfish" not in shown
 
 
@@ -59,7 +63,7 @@ def test_secrets_stand_on_a_screen_of_their_own_that_is_left_again():
     secret, _, after = rest.partition("\x1b[?1049l")
     assert "the words" in secret
     assert "the words" not in before + after
-    assert "Ada/9/end" in after
+    assert "Ada/9/(90, 50)/end" in after
 
 
 def test_without_a_terminal_nobody_is_there():

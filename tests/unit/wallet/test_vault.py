@@ -178,7 +178,8 @@ def test_nothing_that_stands_in_clear_can_be_exchanged(file, change):
     ("change", "code"),
     [
         ({"kdf__mem_kib": 19 * 1024 - 1}, "vault_kdf"),
-        ({"kdf__mem_kib": 2 * 2**20 + 1}, "vault_kdf"),
+        ({"kdf__mem_kib": 2**20 + 1}, "vault_kdf"),
+        ({"kdf__ops": 3, "kdf__mem_kib": 2**20}, "vault_kdf"),
         ({"kdf__mem_kib": 2**80}, "vault_kdf"),
         ({"kdf__mem_kib": -65536}, "vault_kdf"),
         ({"kdf__ops": 0}, "vault_kdf"),
@@ -196,7 +197,7 @@ def test_nothing_that_stands_in_clear_can_be_exchanged(file, change):
         ({"kdf": None}, "vault_malformed"),
         ({"aead__name": "aes-256-gcm"}, "vault_malformed"),
         ({"aead__nonce": base64.b64encode(bytes(12)).decode()}, "vault_malformed"),
-        ({"kdf__ops": 16, "kdf__mem_kib": 2**18 + 1}, "vault_kdf"),
+        ({"kdf__ops": 16, "kdf__mem_kib": 2**17 + 1}, "vault_kdf"),
         ({"version": 3}, "vault_newer"),
         ({"version": 1}, "vault_malformed"),
         ({"version": 0}, "vault_malformed"),
@@ -256,24 +257,14 @@ def test_a_newer_vault_is_named_by_its_version(file):
     assert "Update" in error.hint
 
 
-def costly(raw: bytes) -> bool:
-    """A cost within bounds takes seconds, and deriving it proves nothing here."""
-    try:
-        cost = json.loads(raw)["kdf"]
-        return bool(cost["ops"] * cost["mem_kib"] > 4 * 100 * 1024)
-    except (ValueError, KeyError, TypeError):
-        return False
-
-
 def unopened(file: Path, damaged: bytes) -> None:
     """``damaged`` is refused by name and left as it is."""
     whole = file.read_bytes()
     file.write_bytes(damaged)
     try:
-        if not costly(damaged):
-            assert refusal(file).code.startswith(("vault_", "wrong_"))
-            assert file.read_bytes() == damaged
-            assert left_beside(file) == set()
+        assert refusal(file).code.startswith(("vault_", "wrong_", "memory_"))
+        assert file.read_bytes() == damaged
+        assert left_beside(file) == set()
     finally:
         file.write_bytes(whole)
 
@@ -329,6 +320,41 @@ def test_looser_modes_are_refused_with_the_command_that_helps(file, name, mode):
 def test_a_file_of_another_user_is_refused(file, monkeypatch):
     monkeypatch.setattr(os, "getuid", lambda: file.stat().st_uid + 1)
     assert refusal(file).code == "vault_mode"
+
+
+def test_a_directory_may_be_reached_by_a_link_of_ones_own_but_not_by_anothers(file, tmp_path, monkeypatch):
+    link = tmp_path / "link"
+    link.symlink_to(file.parent)
+    with vault.open_vault(link / file.name, PASSPHRASE) as opened:
+        assert opened.phrase == PHRASE
+    real = os.lstat
+
+    def foreign(path, **options):
+        status = list(real(path, **options))
+        status[4] = 65534 if str(path) == str(link) else status[4]
+        return os.stat_result(status)
+
+    monkeypatch.setattr(Path, "lstat", foreign)
+    error = refusal(link / file.name)
+    assert (error.code, "link" in error.message) == ("vault_mode", True)
+
+
+def test_a_vault_that_is_a_link_is_not_followed(file, tmp_path):
+    moved = tmp_path / "elsewhere.json"
+    file.rename(moved)
+    file.symlink_to(moved)
+    assert refusal(file).code == "file_unavailable"
+
+
+def test_a_second_name_of_the_file_keeps_the_old_vault_and_not_the_new_one(file, tmp_path):
+    """A hard link made before a change of passphrase shows what a copy would: the old file, under the old one."""
+    other = tmp_path / "other"
+    other.mkdir(0o700)
+    os.link(file, other / "vault.json")
+    vault.change_passphrase(file, PASSPHRASE, "another passphrase", cost=CHEAP)
+    assert refusal(other / "vault.json", "another passphrase").code == "wrong_passphrase"
+    with vault.open_vault(other / "vault.json", PASSPHRASE) as opened:
+        assert opened.phrase == PHRASE
 
 
 def test_what_is_no_regular_file_is_refused(file):
@@ -446,10 +472,10 @@ def test_an_open_vault_does_not_show_and_can_be_wiped(file):
     assert not any(buffer)
 
 
-def test_levels_are_those_of_libsodium():
+def test_levels_are_those_of_libsodium_but_for_the_dearest():
     assert vault.choose_cost("interactive", 2**34) == vault.KdfCost(2, 64 * 1024)
     assert vault.choose_cost("moderate", 2**34) == vault.KdfCost(3, 256 * 1024)
-    assert vault.choose_cost("sensitive", 2**34) == vault.KdfCost(4, 1024 * 1024)
+    assert vault.choose_cost("sensitive", 2**34) == vault.KdfCost(2, 1024 * 1024)
 
 
 @pytest.mark.parametrize(("free_mib", "mem_mib"), [(512, 256), (511, 128), (256, 128), (255, 64), (64, 64), (8, 64)])
@@ -472,13 +498,13 @@ def test_an_unknown_level_is_a_usage_error():
 
 
 def test_memory_that_is_not_there_is_named(file):
-    edit(file, kdf__mem_kib=2 * 2**20)
+    edit(file, kdf__mem_kib=2**20)
     script = f"""
         import resource
         from pathlib import Path
         from kvasir_console.errors import SystemResourceError
         from kvasir_console.wallet import vault
-        resource.setrlimit(resource.RLIMIT_AS, (2**30, 2**30))
+        resource.setrlimit(resource.RLIMIT_AS, (2**30, 2**30))  # the program needs some of it
         try:
             vault.open_vault(Path({str(file)!r}), {PASSPHRASE!r})
         except SystemResourceError as error:
@@ -486,7 +512,7 @@ def test_memory_that_is_not_there_is_named(file):
     """
     output = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=True)
     assert output.stdout.startswith("memory_short")
-    assert "2048 MiB" in output.stdout
+    assert "1024 MiB" in output.stdout
 
 
 # Several accounts, raw keys, watched addresses
@@ -643,21 +669,22 @@ def test_a_cost_that_does_not_fit_is_refused_before_the_kernel_would(file, monke
 
 
 def test_the_dearest_legal_header_is_refused_in_time_and_memory(file):
-    """The most a hostile file can make us spend: 4 GiB written in passes over at most 2 GiB."""
-    edit(file, kdf__ops=4, kdf__mem_kib=2**20)
+    """The most a hostile file can make us spend: two passes over 1 GiB. How long that takes stands in the decisions."""
+    edit(file, kdf__ops=2, kdf__mem_kib=2**20)
     script = (
-        "import pathlib, resource, sys\nfrom kvasir_console.errors import KvasirError\n"
+        "import pathlib, sys\nfrom kvasir_console.errors import KvasirError\n"
         "from kvasir_console.wallet import vault\n"
         "try:\n    vault.open_vault(pathlib.Path(sys.argv[1]), 'x' * 9)\n"
         "except KvasirError as error:\n    print(error.code)\n"
-        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+        "status = pathlib.Path('/proc/self/status').read_text()\n"  # getrusage remembers the parent's peak
+        "print(status.split('VmHWM:')[1].split()[0])"
     )
     result = subprocess.run(
         [sys.executable, "-c", script, str(file)], capture_output=True, text=True, timeout=120, check=True
     )
     code, rss_kib = result.stdout.split()
     assert code in ("wrong_passphrase", "memory_short")
-    assert int(rss_kib) < 2.2 * 2**20
+    assert int(rss_kib) < 1.2 * 2**20
 
 
 def test_random_kills_while_saving_leave_the_old_vault_or_the_new_one(file, monkeypatch):

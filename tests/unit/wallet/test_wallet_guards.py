@@ -93,6 +93,21 @@ def test_a_second_factor_is_enrolled_with_a_code_of_it(paths, phone, capsys):
     assert asked.shown == []
 
 
+@pytest.mark.parametrize(
+    ("screen", "shown"), [((80, 24), ["qr", "text"]), ((80, 40), ["both"]), ((44, 40), ["text"]), ((80, 23), ["text"])]
+)
+def test_the_secret_is_shown_to_be_scanned_where_there_is_room(paths, phone, screen, shown):
+    asked = owner(The_code_it_shows=phone)
+    asked.screen = screen
+    assert carry_out(make_command(paths, asked, "2fa", "enrol")) == 0
+    kinds = []
+    for text in asked.secrets[:-1]:  # the last are the back-up codes
+        scanned, typed = "\u2580" in text, "otpauth://" in text
+        kinds.append("both" if scanned and typed else "qr" if scanned else "text")
+        assert len(text.splitlines()) < screen[1] or kinds == ["text"]
+    assert kinds == shown
+
+
 def test_a_wrong_code_enrols_nothing(paths, phone, capsys):
     before = paths.vault_file.read_bytes()
     asked = owner(The_code_it_shows="000000")

@@ -6,9 +6,12 @@ from pathlib import Path
 import pytest
 from checkpoint_models import peer_tensors, write_llama
 
-from kvasir_console.engine.checkpoint.digest import model_digest, shard_digest, source_digest
+from kvasir_console.engine.checkpoint.digest import model_digest, shard_digest, slice_digest, source_digest
 from kvasir_console.engine.checkpoint.gguf import Checkpoint
+from kvasir_console.engine.checkpoint.shard import write_expert_shard
 from kvasir_console.errors import ModelError
+
+import builders
 
 DATA = Path(__file__).parents[3] / "data" / "conformance" / "gguf_bad"
 
@@ -50,13 +53,27 @@ def test_the_shard_digest_is_that_of_the_tensors_digests(tmp_path) -> None:
         assert shard_digest(checkpoint) == expected.digest()
 
 
+@pytest.mark.parametrize(("begin", "end"), [(0, 4), (1, 3), (3, 4)])
+def test_the_digest_of_a_slice_is_that_of_the_shard_cut_from_it(tmp_path, begin: int, end: int) -> None:
+    path = builders.write_tiny_llama(tmp_path / "moe.gguf", n_layer=2, n_expert=4, n_expert_used=2, seed=1)
+    shard = tmp_path / "shard.gguf"
+    with Checkpoint.open(path) as whole:
+        write_expert_shard(whole, shard, model="moe", layer=1, begin=begin, end=end)
+        cut = slice_digest(whole, 1, begin, end)
+        assert cut != slice_digest(whole, 0, begin, end)
+    with Checkpoint.open(shard) as part:
+        assert cut == shard_digest(part) == slice_digest(part, 1, begin, end)
+        with pytest.raises(ModelError):
+            slice_digest(part, 0, begin, end)
+
+
 @pytest.mark.parametrize("padding", [0, 3 * 2**20])
 def test_the_source_digest_covers_size_header_and_both_ends(tmp_path, padding: int) -> None:
     path = write_llama(tmp_path / "tiny.gguf")
     stored = path.read_bytes() + bytes(padding)
     path.write_bytes(stored)
     with Checkpoint.open(path) as checkpoint:
-        start = checkpoint.data_start
+        start = checkpoint.parts[0].header.data_start
         header, data = stored[:start], stored[start:]
         expected = hashlib.sha256(str(len(stored)).encode() + header + data[: 2**20] + stored[-(2**20) :])
         assert source_digest(checkpoint) == expected.hexdigest()

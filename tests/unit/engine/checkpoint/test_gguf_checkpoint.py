@@ -18,7 +18,7 @@ def test_raw_gives_the_stored_bytes_of_a_range_without_a_copy(tmp_path) -> None:
         assert view.readonly
         assert view == stored[tensor.offset + 20 : tensor.offset + 60]
         assert checkpoint.file_bytes == len(stored)
-        assert checkpoint.header_bytes() == stored[: checkpoint.data_start]
+        assert checkpoint.parts[0].header_bytes == stored[: checkpoint.parts[0].header.data_start]
         view.release()
 
 

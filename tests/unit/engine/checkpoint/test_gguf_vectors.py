@@ -106,7 +106,7 @@ def test_a_disputed_file_is_refused_cleanly_or_loaded_rightly(case: dict[str, An
 def test_the_valid_file_has_the_directory_that_the_vectors_give() -> None:
     with Checkpoint.open(DATA / INDEX["valid"]["file"]) as checkpoint:
         assert checkpoint.architecture == INDEX["valid"]["architecture"]
-        assert checkpoint.data_start == INDEX["valid"]["data_start"]
+        assert checkpoint.parts[0].header.data_start == INDEX["valid"]["data_start"]
         found = [
             {
                 "name": tensor.name,

@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvasir_console.engine.process.budget import KEPT_SHARE, KvBudget, cgroup_free_bytes, default_budget_bytes
+from kvasir_console.engine.process.budget import (
+    FREE_SHARE,
+    KEPT_SHARE,
+    KvBudget,
+    budget_of,
+    cgroup_free_bytes,
+    free_bytes,
+)
 from kvasir_console.errors import EngineError, RequestError
 
 
@@ -54,10 +61,28 @@ def test_a_budget_of_nothing_is_refused():
         KvBudget(0)
 
 
-def test_the_default_leaves_memory_for_others():
+def test_the_default_leaves_memory_for_others(monkeypatch):
+    monkeypatch.setattr("kvasir_console.engine.process.budget.free_bytes", lambda _: 1000)
+    assert budget_of(0, "cpu").total_bytes == 1000 * FREE_SHARE
+    assert [budget_of(0, "cpu", sharers).total_bytes for sharers in (2, 3)] == [250, 166]
+    monkeypatch.setattr("kvasir_console.engine.process.budget.free_bytes", lambda _: 0)
+    assert budget_of(0, "cpu").total_bytes == 1  # every request is refused, with that number
+
+
+def test_the_owners_budget_is_taken_or_refused_at_load(monkeypatch):
+    monkeypatch.setattr("kvasir_console.engine.process.budget.free_bytes", lambda _: 1000)
+    assert budget_of(1000, "cpu", sharers=3).total_bytes == 1000
+    with pytest.raises(EngineError) as refusal:
+        budget_of(1001, "cpu")
+    assert refusal.value.code == "kv_budget_too_large"
+    assert "1001" in refusal.value.message
+    assert "1000" in refusal.value.message
+
+
+def test_free_memory_is_some_of_this_machines():
     import psutil
 
-    assert 0 < default_budget_bytes("cpu") < psutil.virtual_memory().total
+    assert 0 < free_bytes("cpu") < psutil.virtual_memory().total
 
 
 def test_a_containers_limit_counts(tmp_path: Path):

@@ -63,3 +63,50 @@ async def test_long_work_sees_that_others_wait_also_after_some_have_given_up(com
         assert await first is not impatient
         assert impatient or await second == 2
     assert not compute.wanted
+
+
+async def test_others_compute_while_one_waits_for_a_network_and_it_goes_on_before_new_work(compute: Compute) -> None:
+    order: list[str] = []
+    waiting, arrived, midway = threading.Event(), threading.Event(), threading.Event()
+
+    def step() -> None:
+        order.append("step")
+        with compute.released():
+            waiting.set()
+            arrived.wait(10)
+        order.append("step goes on")
+
+    def other() -> None:
+        order.append("other")
+        arrived.set()
+        midway.wait(10)
+        order.append("other ends")
+
+    first = asyncio.create_task(compute.run(step))
+    await asyncio.to_thread(waiting.wait, 10)
+    second = asyncio.create_task(compute.run(other))
+    await asyncio.to_thread(arrived.wait, 10)
+    third = asyncio.create_task(compute.run(lambda: order.append("new")))
+    await asyncio.sleep(0.05)  # the first thread has come back to wait for its turn
+    midway.set()
+    await asyncio.gather(first, second, third)
+    assert order == ["step", "other", "other ends", "step goes on", "new"]
+
+
+async def test_never_two_compute_at_once(compute: Compute) -> None:
+    inside, most = 0, 0
+    guard = threading.Lock()
+
+    def step() -> None:
+        nonlocal inside, most
+        for _ in range(20):
+            with guard:
+                inside += 1
+                most = max(most, inside)
+            with guard:
+                inside -= 1
+            with compute.released():
+                pass
+
+    await asyncio.gather(*(compute.run(step) for _ in range(8)))
+    assert most == 1

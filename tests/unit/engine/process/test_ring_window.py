@@ -11,11 +11,12 @@ import torch
 
 from kvasir_console.engine.checkpoint.gguf import Checkpoint
 from kvasir_console.engine.process.budget import KvBudget
-from kvasir_console.engine.process.ring_window import WANT_TOKEN, RingWindow
+from kvasir_console.engine.process.ring_log import REFILL, WANT_TOKEN
+from kvasir_console.engine.process.ring_window import RingWindow
 from kvasir_console.engine.sampling import SamplingParams
 from kvasir_console.engine.stage import Stage
 from kvasir_console.errors import EngineError, RequestError
-from kvasir_console.relay.wire.ring import Item, RingError
+from kvasir_console.relay.wire.ring import Held, Item, RingError
 
 import builders
 
@@ -129,6 +130,63 @@ def test_a_sequence_that_skips_rows_is_refused_and_no_other(stage: Stage) -> Non
     assert advanced.items == (items[1],)
 
 
+def refill(request_id: int, begin: int, end: int) -> Item:
+    return Item(request_id, 0, begin, end - begin, REFILL | WANT_TOKEN)
+
+
+def test_rows_that_come_again_make_the_history_and_say_nothing(stage: Stage) -> None:
+    """A rank that comes back is filled with rows alone, and chooses as the one that was lost, penalties included."""
+    prompt = list(range(40, 60))
+    alone = decoded(stage, prompt, 12)
+    ring = window(stage)
+    admit(ring, 1, prompt)
+    tokens = prompt + alone[:8]
+    advanced = ring.advance([refill(1, 0, 20), refill(1, 20, 27)], stage.embed(torch.tensor(tokens[:27])))
+    assert (advanced.errors, advanced.tokens) == ([], [])
+    assert ring.recomputed_rows == ring.rows == 27
+    assert ring.held() == {1: Held(0, 27, 27)}
+    (chosen,) = advance(ring, stage, (1, 27, [tokens[27], *alone[8:11]]), each=True)
+    assert chosen == alone[8:12]
+    assert ring.recomputed_rows == 27
+
+
+def test_what_rank_0_told_is_not_chosen_again(stage: Stage) -> None:
+    prompt = list(range(40, 60))
+    alone = decoded(stage, prompt, 12)
+    ring = window(stage)
+    lie = [(token + 1) % 99 for token in alone[:8]]
+    ring.tell({1: prompt + lie, 2: prompt})  # before the sequence is here
+    admit(ring, 1, prompt)
+    ring.advance([refill(1, 0, 20), refill(1, 20, 27)], stage.embed(torch.tensor((prompt + alone)[:27])))
+    assert ring._held[1].history[:28] == prompt + lie
+    ring.tell({1: prompt + alone[:8]})
+    assert ring._held[1].history[:28] == prompt + lie  # its first word is as good as any
+    admitted = window(stage)
+    params = {"sampling": asdict(PENALIZED), "capacity": 100, "prompt_length": 20}
+    admitted.admit(1, params, prompt + alone[:8])
+    admitted.advance([refill(1, 0, 20), refill(1, 20, 27)], stage.embed(torch.tensor((prompt + alone)[:27])))
+    (chosen,) = advance(admitted, stage, (1, 27, alone[7:8]))
+    assert chosen == alone[8:9]
+
+
+def test_a_step_that_comes_twice_counts_as_computed_again(stage: Stage) -> None:
+    prompt = list(range(40, 60))
+    ring = window(stage)
+    admit(ring, 1, prompt)
+    rows = stage.embed(torch.tensor([*prompt, 7, 8]))
+    ring.advance([Item(1, 5, 0, 20, WANT_TOKEN)], rows[:20])
+    draft = [Item(1, 6, 20, 1, WANT_TOKEN), Item(1, 6, 21, 1, WANT_TOKEN)]
+    first = ring.advance(draft, rows[20:])
+    assert ring.held() == {1: Held(6, 20, 22)}
+    assert ring.recomputed_rows == 0
+    second = ring.advance(draft, rows[20:])
+    assert second.tokens == first.tokens
+    assert ring.recomputed_rows == 2
+    ring.advance([Item(1, 7, 21, 1, WANT_TOKEN)], rows[21:])  # the draft was wrong: that is no loss
+    assert ring.held() == {1: Held(7, 21, 22)}
+    assert ring.recomputed_rows == 2
+
+
 def test_memory_is_accounted_and_refusals_are_named(stage: Stage) -> None:
     ring = window(stage, blocks=2)
     admit(ring, 1, [5])
@@ -148,7 +206,13 @@ def test_memory_is_accounted_and_refusals_are_named(stage: Stage) -> None:
 
 @pytest.mark.parametrize(
     "params",
-    [{}, {"sampling": {}}, {"sampling": {"colour": 1}, "capacity": 5}, {"sampling": 5, "capacity": 5}],
+    [
+        {},
+        {"sampling": {}},
+        {"sampling": {"colour": 1}, "capacity": 5},
+        {"sampling": 5, "capacity": 5},
+        {"sampling": {}, "capacity": 5, "prompt_length": 1},
+    ],
 )
 def test_a_malformed_admission_is_an_error_of_the_ring(stage: Stage, params: dict[str, object]) -> None:
     with pytest.raises(RingError):

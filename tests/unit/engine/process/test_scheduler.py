@@ -288,6 +288,23 @@ async def test_a_full_queue_refuses_at_once_by_name():
     assert all(each.tokens == each.wanted for each in requests)
 
 
+async def test_one_that_waits_too_long_is_refused_by_name_before_anything_of_it_is_computed():
+    pipeline = CountedPipeline(memory=20)
+    pipeline.gate = asyncio.Event()
+    scheduler = Scheduler(pipeline, max_wait_s=0.01)
+    running, late = Asked(prompt(1), 12), Asked(prompt(2), 12)
+    scheduler.submit(running)
+    scheduler.submit(late)
+    await late.over.wait()
+    assert late.error is not None
+    assert late.error.code == "queue_timeout"
+    assert (late.was_admitted, running.over.is_set()) == (False, False)
+    pipeline.gate.set()
+    await running.over.wait()  # whoever was admitted has all the time it needs
+    assert running.tokens == running.wanted
+    assert (pipeline.used, scheduler.stats()["queued"]) == (0, 0)
+
+
 async def test_cancelling_frees_before_it_returns_and_nobody_else_notices():
     pipeline = CountedPipeline()
     scheduler = Scheduler(pipeline)
@@ -357,6 +374,21 @@ async def test_one_for_which_another_rank_is_full_waits_until_somebody_leaves():
     await run(scheduler, running, late)
     assert late.tokens == late.wanted
     assert sum(1 for step in pipeline.steps for s, _, _ in step if s.params is late.params) <= 7
+    # once it has waited too long, it is refused while others run on
+    pipeline.gate = asyncio.Event()
+    scheduler = Scheduler(pipeline, max_wait_s=0.0)
+    running, late = Asked(prompt(1), 50), Asked(prompt(2), 5)
+    pipeline.fail[late.params.prompt_tokens[0]] = EngineError("kv_budget_full", "no")
+    scheduler.submit(running)
+    scheduler.submit(late)
+    await asyncio.sleep(0.01)
+    pipeline.gate.set()
+    await late.over.wait()
+    assert late.error is not None
+    assert late.error.code == "kv_budget_full"
+    await running.over.wait()
+    assert running.tokens == running.wanted
+    scheduler, pipeline.gate = Scheduler(pipeline), None
     # alone it would wait for ever: it is refused
     alone = Asked(prompt(3), 5)
     pipeline.fail[alone.params.prompt_tokens[0]] = EngineError("kv_budget_full", "no")

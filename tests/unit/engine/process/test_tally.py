@@ -42,3 +42,12 @@ def test_a_row_may_have_several_pairs_at_once():
     step.local_everywhere(4)
     step.credit(tally, slice(1, 2))
     assert (tally.pairs_local, tally.rows) == (3 + 1 + 4, 2)
+
+
+def test_layers_that_no_call_came_to_were_computed_here():
+    step, tally = StepTally([True]), Tally()
+    step.take(3, 1)
+    step.count_remote(np.array([0, 0]))
+    step.rest_local(layers=5, pairs_per_row=2)
+    step.credit(tally, slice(0, 1))
+    assert (tally.pairs_local, tally.pairs_remote) == (8, 2)

@@ -15,11 +15,11 @@ import httpx
 from nacl.signing import SigningKey
 
 from kvasir_console.config import GatewayConfig, ServedModel, WalletConfig
-from kvasir_console.engine.process.client import DoneEvent, GenerateRequest, TokenEvent
+from kvasir_console.engine.process.client import DoneEvent, GenerateRequest, TokenEvent, TokenLogprob
 from kvasir_console.errors import KvasirError
 from kvasir_console.node.gateway.app import make_app
 from kvasir_console.node.gateway.authority import HubAuthority
-from kvasir_console.node.gateway.backends import Backend, BackendInfo, Event
+from kvasir_console.node.gateway.backends import Backend, BackendInfo, Event, Limits
 from kvasir_console.node.gateway.catalog import CatalogModel, Slices, read_catalog
 from kvasir_console.node.gateway.census import Census
 from kvasir_console.node.gateway.generation import Generations
@@ -32,6 +32,7 @@ from kvasir_console.node.gateway.openai import OpenAI
 from kvasir_console.node.gateway.participation import Participation
 from kvasir_console.node.gateway.payments import Payments
 from kvasir_console.node.gateway.plans import PlannedRing, make_rings
+from kvasir_console.node.gateway.statements import Statements
 from kvasir_console.node.gateway.store import Store
 from kvasir_console.relay.front import Front
 from kvasir_console.relay.hub import Hub
@@ -88,6 +89,8 @@ class ScriptedBackend:
     texts: Sequence[str] = ("Par", "is", ".")
     tail: str = ""
     context: int = 64
+    kv_tokens: int = 0
+    cached_tokens: int = 3
     prompt_tokens: int = 5
     ready: bool = True
     finish_reason: str = "stop"
@@ -100,8 +103,8 @@ class ScriptedBackend:
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
     requests: list[GenerateRequest] = field(default_factory=list)
 
-    async def context_length(self) -> int:
-        return self.context
+    async def limits(self) -> Limits:
+        return Limits(self.context, self.kv_tokens or self.context)
 
     async def count_tokens(self, prompt: str | None, messages: tuple[dict[str, Any], ...] | None) -> int:
         return self.prompt_tokens
@@ -117,7 +120,7 @@ class ScriptedBackend:
                 if index == self.hold_at:
                     self.holding.set()
                     await self.go.wait()
-                yield TokenEvent(index, 100 + index, text)
+                yield TokenEvent(index, 100 + index, text, *logprobs(request, index, text))
             finished = True
             yield DoneEvent(
                 finish_reason=self.finish_reason,
@@ -133,6 +136,11 @@ class ScriptedBackend:
                 ttft_ms=1.5,
                 decode_ms=2.5,
                 trace_path="/runtime/trace-1.npy" if request.trace else None,
+                queued_ms=0.5,
+                cached_tokens=self.cached_tokens,
+                decode_steps=2,
+                drafted_tokens=4,
+                accepted_tokens=1,
             )
         except KvasirError:
             finished = True
@@ -140,6 +148,17 @@ class ScriptedBackend:
         finally:
             if not finished:
                 self.cancelled.set()
+
+
+def logprobs(
+    request: GenerateRequest, index: int, text: str
+) -> tuple[TokenLogprob | None, tuple[TokenLogprob, ...] | None]:
+    """What an engine says of a token, if it is asked: its own probability, and that of alternatives."""
+    if request.logprobs is None:
+        return None, None
+    own = TokenLogprob(100 + index, -0.25 * (index + 1), tuple(text.encode()))
+    others = (TokenLogprob(200 + n, -1.0 - n, (0xE2, 0x82)) for n in range(1, request.logprobs))
+    return own, (own, *others)[: request.logprobs]
 
 
 class NoTrunks:
@@ -169,6 +188,7 @@ class Gateway:
     clock: Clock
     trunks: NoTrunks
     socket: Path
+    statements: Statements
 
     @property
     def service(self) -> dict[str, str]:
@@ -225,6 +245,7 @@ async def gateway(
     trunks = NoTrunks()
     hub = Hub(HubAuthority(identity, census, rings, trunks, meter, clock))
     meter.watch_bytes(hub.sessions)
+    statements = Statements(store, identity, hub, clock)
     ledger = Ledger(store)
     generations = Generations(store, clock)
     socket = directory / "http.sock"
@@ -241,6 +262,7 @@ async def gateway(
             *Info(identity, store, openai, config, WalletConfig(), f"http://127.0.0.1:{front.port}").routes(),
             *Participation(identity, census, Slices(directory / "slices", catalog), rings, meter, hub, clock).routes(),
             *Payments(identity, ledger, census, minimum_micro_kvr=minimum_micro_kvr, clock=clock).routes(),
+            *statements.routes(),
         ]
     )
     transport = httpx.AsyncHTTPTransport(uds=str(socket))
@@ -261,6 +283,7 @@ async def gateway(
                 clock,
                 trunks,
                 socket,
+                statements,
             )
             await generations.close()
             await hub.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,13 @@ ENGINE = Path("/run/trunk.data")
 class Recorder:
     def __init__(self) -> None:
         self.seen: list[tuple[Any, ...]] = []
+        self.caught: set[tuple[str, str]] = set()
 
     def admitted(self, session: str, wallet: str, worker_id: str, model: str, platform: Mapping[str, str]) -> None:
         self.seen.append((session, wallet, worker_id, model))
+
+    def quarantined(self, wallet: str, worker_id: str) -> bool:
+        return (wallet, worker_id) in self.caught
 
 
 class Hub:
@@ -76,6 +81,14 @@ async def code(admission: Any) -> int:
     return caught.value.close_code
 
 
+async def test_a_worker_that_answered_wrongly_is_not_let_in_again(hub: Hub) -> None:
+    hub.report(ALICE)
+    assert (await hub.expert(ALICE)).wallet == ALICE.address
+    hub.sessions.caught.add((ALICE.address, "w"))
+    with pytest.raises(Refused, match="quarantined"):
+        await hub.expert(ALICE)
+
+
 async def test_the_registering_wallet_is_led_to_the_engine(hub: Hub) -> None:
     hub.report(ALICE, wires=["v1", "v2f16"])
     admission = await hub.expert(ALICE)
@@ -88,6 +101,18 @@ async def test_the_registering_wallet_is_led_to_the_engine(hub: Hub) -> None:
     assert preamble.model_digest == hub.catalog[MOE].digest
     assert len(preamble.encode()) == 256
     assert hub.sessions.seen == [("expert-w", ALICE.address, "w", MOE)]
+
+
+async def test_a_session_of_version_3_serves_all_windows_that_are_of_use(hub: Hub) -> None:
+    segments = [[1, 8, 24], [2, 0, 4], [2, 0, 1000], [99, 0, 4]]
+    hub.report(ALICE, wires=["v2"], segments=segments)
+    preamble = (await hub.expert(ALICE)).preamble
+    assert preamble is not None
+    assert preamble.windows == ((1, 8, 24),)
+    hub.report(ALICE, wires=["v2", "v3"], segments=segments)
+    preamble = (await hub.expert(ALICE)).preamble
+    assert preamble is not None
+    assert preamble.windows == ((1, 8, 24), (2, 0, 4))
 
 
 async def test_a_node_that_names_no_wires_speaks_v2(hub: Hub) -> None:
@@ -153,3 +178,28 @@ async def test_edges_that_are_not_there_are_refused(hub: Hub) -> None:
         assert await code(hub.ring(ALICE, edge, "P")) == 4404
     for edge, role in (("0", ""), ("0", "p"), ("0", "X"), ("entry", "P")):
         assert await code(hub.ring(ALICE, edge, role)) == 1002
+
+
+async def test_a_worker_of_a_ring_is_led_to_the_stage_that_holds_its_layer(
+    tmp_path: Path, models: tuple[ServedModel, ...]
+) -> None:
+    """Three layers, of which the second and third are rank 1's; nobody but that rank's wallet waits for its workers."""
+    moe = replace(models[0], placement="ring", ring=((ALICE.address, 0, 1), (BOB.address, 1, 3)))
+    made = Hub(tmp_path, (moe,))
+    made.trunks.sockets.clear()
+    try:
+        made.report(CAROL, segments=[[2, 0, 8]])
+        worker = await made.expert(CAROL)
+        assert (worker.star, worker.engine_socket) == (f"{MOE}/experts/1", None)
+        assert worker.preamble is not None
+        assert worker.preamble.layer == 2
+        waiting = await made.ring(BOB, "experts-0", "P", MOE)
+        assert (waiting.star, waiting.preamble, waiting.wallet) == (worker.star, None, BOB.address)
+        other = await made.ring(BOB, "experts-1", "P", MOE)
+        assert other.key != waiting.key
+        assert (await made.ring(ALICE, "experts-0", "P", MOE)).star == f"{MOE}/experts/0"
+        assert await code(made.ring(CAROL, "experts-0", "P", MOE)) == 4403
+        for edge in ("experts-", "experts-x", "experts--1", "experts-256", "experts-1000"):
+            assert await code(made.ring(BOB, edge, "P", MOE)) == 4404
+    finally:
+        made.store.close()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from gateway_parts import DENSE, MOE
+from gguf_draft import parsed, split, write_parts
 
 from kvasir_console.config import ServedModel
 from kvasir_console.errors import UsageError
@@ -23,7 +24,7 @@ def test_the_catalogue_reads_what_the_checkpoints_say(models: tuple[ServedModel,
     assert (offered.model, offered.n_expert, offered.moe_layers, offered.n_embd) == (MOE, 80, (0, 1, 2), 64)
     assert catalog[DENSE].offered is None
     ringed = read_catalog((replace(models[0], placement="ring"),))
-    assert ringed[MOE].offered is None  # the stages of a ring compute their own experts
+    assert ringed[MOE].offered == offered  # a ring's stages route their layers' experts as a trunk does
 
 
 async def test_the_least_recently_served_slice_goes_first(tmp_path: Path, models: tuple[ServedModel, ...]) -> None:
@@ -61,6 +62,21 @@ async def test_another_checkpoint_under_the_same_name_is_cut_anew(
     copy.write_bytes(data)
     new = read_catalog((model,))
     assert new[MOE].digest == old[MOE].digest
+    after = await Slices(tmp_path / "cache", new).expert_shard(new[MOE], 0, 0, 2)
+    assert after != before
+
+
+async def test_another_part_of_a_split_checkpoint_is_cut_anew(tmp_path: Path, models: tuple[ServedModel, ...]) -> None:
+    draft = parsed(Path(models[0].path).read_bytes())
+    parts = write_parts(split(draft, [1, len(draft.tensors) - 1]), tmp_path)
+    model = replace(models[0], path=str(parts[0]))
+    old = read_catalog((model,))
+    assert old[MOE].digest == read_catalog(models)[MOE].digest
+    before = await Slices(tmp_path / "cache", old).expert_shard(old[MOE], 0, 0, 2)
+    data = bytearray(parts[1].read_bytes())
+    data[len(data) // 2] ^= 1
+    parts[1].write_bytes(data)
+    new = read_catalog((model,))
     after = await Slices(tmp_path / "cache", new).expert_shard(new[MOE], 0, 0, 2)
     assert after != before
 

@@ -34,6 +34,14 @@ def test_everything_reaches_the_engine() -> None:
         "top_p": 0.9,
         "seed": 7,
         "stop": ["a", "b"],
+        "top_k": 40,
+        "min_p": 0.05,
+        "repetition_penalty": 1.1,
+        "presence_penalty": -0.5,
+        "frequency_penalty": 0.25,
+        "penalty_last_n": 128,
+        "logprobs": True,
+        "top_logprobs": 5,
         "stream": True,
         "kvasir": {"experts": "local", "trace": True},
     }
@@ -41,8 +49,47 @@ def test_everything_reaches_the_engine() -> None:
     request = chat.to_engine(9)
     assert (request.max_tokens, request.temperature, request.top_p, request.seed) == (9, 0.5, 0.9, 7)
     assert (request.stop, request.experts, request.trace) == (("a", "b"), "local", True)
+    assert (request.top_k, request.min_p, request.logprobs) == (40, 0.05, 5)
+    assert (request.repetition_penalty, request.presence_penalty, request.frequency_penalty) == (1.1, -0.5, 0.25)
+    assert request.penalty_last_n == 128
     assert chat.stream
     assert chat.extended
+
+
+def test_what_is_not_asked_for_does_not_reach_the_engine() -> None:
+    request = parse_chat(BASE | {"temperature": 0, "seed": 0}).to_engine(256)
+    assert request.to_fields() == {"messages": ({"role": "user", "content": "hi"},)}
+
+
+def test_penalties_look_at_the_whole_text_unless_told_otherwise() -> None:
+    assert parse_chat(BASE | {"presence_penalty": 1}).to_engine(9).penalty_last_n == -1
+
+
+def test_log_probabilities_without_alternatives() -> None:
+    assert parse_chat(BASE | {"logprobs": True}).logprobs == 0
+    assert parse_chat(BASE | {"logprobs": True, "top_logprobs": 20}).logprobs == 20
+    assert parse_chat(BASE | {"logprobs": False, "top_logprobs": 0}).logprobs is None
+
+
+def test_every_token_may_come_by_either_number() -> None:
+    assert [parse_chat(BASE | {"top_k": top_k}).top_k for top_k in (-1, 0, 7)] == [0, 0, 7]
+
+
+def test_a_session_is_known_by_a_digest() -> None:
+    def session(caller: str = "", **fields: Any) -> str:
+        return parse_chat(BASE | fields).to_engine(9, caller).session
+
+    assert session() == session(user="") == ""
+    named = [
+        session(user="a"),
+        session(user="b"),
+        session("x", user="a"),
+        session(prompt_cache_key="a"),
+        session(user="\0a"),
+    ]
+    assert len(set(named)) == len(named)
+    assert session(user="z", prompt_cache_key="a") == session(prompt_cache_key="a")
+    assert all(len(each) == 64 and each.isalnum() for each in named)
 
 
 def test_the_newer_name_of_the_limit_wins() -> None:
@@ -91,12 +138,8 @@ def test_any_seed_of_64_bits_is_taken(seed: int) -> None:
     [
         ({"n": 2}, "n"),
         ({"tools": [{"type": "function"}]}, "tools"),
-        ({"logprobs": True}, "logprobs"),
-        ({"top_logprobs": 3}, "logprobs"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"response_format": "json"}, "response_format"),
-        ({"frequency_penalty": 0.1}, "frequency_penalty"),
-        ({"presence_penalty": -1}, "presence_penalty"),
         ({"logit_bias": {"1": 2}}, "logit_bias"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
@@ -116,6 +159,8 @@ def test_what_cannot_be_honoured_is_refused_by_name(fields: dict[str, Any], para
         {"tools": []},
         {"tools": [{"type": "function"}], "tool_choice": "none"},
         {"logprobs": False},
+        {"logprobs": False, "top_logprobs": 0},
+        {"presence_penalty": None, "top_k": None, "min_p": None},
         {"response_format": {"type": "text"}},
         {"frequency_penalty": 0},
         {"logit_bias": {}},
@@ -141,6 +186,26 @@ def test_what_changes_nothing_is_taken(fields: dict[str, Any]) -> None:
         ({"messages": [BASE["messages"][0], {"role": "user", "content": 7}]}, "messages.1.content"),
         ({"prompt": ["a"]}, "prompt"),
         ({"max_tokens": 0}, "max_tokens"),
+        ({"top_k": -2}, "top_k"),
+        ({"top_k": 1.5}, "top_k"),
+        ({"top_k": 2**31}, "top_k"),
+        ({"min_p": 1.01}, "min_p"),
+        ({"min_p": -0.1}, "min_p"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"repetition_penalty": 10.5}, "repetition_penalty"),
+        ({"presence_penalty": -2.1}, "presence_penalty"),
+        ({"presence_penalty": True}, "presence_penalty"),
+        ({"frequency_penalty": 2.1}, "frequency_penalty"),
+        ({"frequency_penalty": "0"}, "frequency_penalty"),
+        ({"penalty_last_n": -2}, "penalty_last_n"),
+        ({"logprobs": 1}, "logprobs"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": True}, "top_logprobs"),
+        ({"user": 7}, "user"),
+        ({"user": "x" * 1025}, "user"),
+        ({"prompt_cache_key": ["k"]}, "prompt_cache_key"),
         ({"max_tokens": "5"}, "max_tokens"),
         ({"max_tokens": True}, "max_tokens"),
         ({"max_completion_tokens": 1.5}, "max_completion_tokens"),

@@ -80,6 +80,7 @@ def test_worker_id_and_model_are_needed(body: dict[str, Any]) -> None:
         ([], Wire.V2),
         (["v9", 3], Wire.V2),
         (["v1", "v2", "v2f16"], Wire.V1 | Wire.V2 | Wire.V2F16),
+        (["v4", "v3", "v2"], Wire.V2 | Wire.V3),
         (["v2f16"], Wire.V2F16),
         ("v1", Wire.V2),
     ],

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from kvasir_console.engine.process.client import DoneEvent, GenerateRequest, TokenEvent
 from kvasir_console.errors import KvasirError
 from kvasir_console.node.gateway import generation as module
-from kvasir_console.node.gateway.backends import BackendInfo, Event, TrunkBackend
+from kvasir_console.node.gateway.backends import BackendInfo, Event, Limits, TrunkBackend
 from kvasir_console.node.gateway.generation import Generation, Generations, plausible_prompt_tokens, proven_rows
 from kvasir_console.node.gateway.slots import Slots
 from kvasir_console.node.gateway.store import Store
@@ -187,10 +187,10 @@ async def test_a_client_that_answers_nonsense_is_an_engine_error() -> None:
 
     backend = TrunkBackend(BackendInfo("m", "M"))
     with pytest.raises(KvasirError) as caught:
-        await backend.context_length()
+        await backend.limits()
     assert caught.value.code == "model_not_ready"
     backend.attach(Nonsense())
-    for call in (backend.context_length(), backend.count_tokens("x", None)):
+    for call in (backend.limits(), backend.count_tokens("x", None)):
         with pytest.raises(KvasirError) as caught:
             await call
         assert caught.value.code == "engine_misbehaved"
@@ -200,12 +200,17 @@ async def test_no_engine_has_more_context_than_its_checkpoint() -> None:
     class Client:
         closed = False
 
-        async def info(self) -> dict[str, Any]:
-            return {"context_length": 10**9}
+        def __init__(self, **more: int) -> None:
+            self.more = more
 
-    backend = TrunkBackend(BackendInfo("m", "M", None, 512))
-    backend.attach(Client())
-    assert await backend.context_length() == 512
+        async def info(self) -> dict[str, Any]:
+            return {"context_length": 10**9, **self.more}
+
+    # An older engine does not say what it has memory for.
+    for client, kv_tokens in ((Client(), 512), (Client(kv_tokens=256), 256)):
+        backend = TrunkBackend(BackendInfo("m", "M", None, 512))
+        backend.attach(client)
+        assert await backend.limits() == Limits(512, kv_tokens)
 
 
 @given(st.integers(0, 10**6), st.integers(0, 10**6), st.booleans())

@@ -63,9 +63,11 @@ def balance(ledger: Ledger, **fields: str) -> tuple[int, int, Fraction]:
 # -- credits ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", [c for c in VECTORS["amounts"] if c["bonus"] == "1"], ids=lambda case: case["name"])
+@pytest.mark.parametrize("case", VECTORS["amounts"], ids=lambda case: case["name"])
 def test_an_amount_is_credited_exactly(ledger: Ledger, case: dict[str, Any]) -> None:
-    credited = ledger.credit(reading(case["micro_units"], perf_tps=SPEED[case["tier"]]), NOW)
+    work = reading(case["micro_units"], perf_tps=SPEED[case["tier"]], bonus=Fraction(case["bonus"]))
+    credited = ledger.credit(work, NOW)
+    assert ledger.audit() == ()
     assert credited == case["micro_kvr"]
     assert balance(ledger) == (
         case["micro_units"],
@@ -428,21 +430,23 @@ FORMULA_TIERS = {
             st.sampled_from(["run1", "run2"]),
             st.integers(0, 10**9),
             st.sampled_from(sorted(FORMULA_TIERS)),
+            st.sampled_from([Fraction(1), Fraction(3, 2)]),
             st.booleans(),
         ),
         max_size=20,
     )
 )
-def test_credited_and_carried_are_the_formula_whatever_tiers_a_worker_goes_through(
-    new_database: Callable[[], str], works: list[tuple[str, str, int, str, bool]]
+def test_credited_and_carried_are_the_formula_whatever_tiers_and_bonuses_a_worker_goes_through(
+    new_database: Callable[[], str], works: list[tuple[str, str, int, str, Fraction, bool]]
 ) -> None:
-    """Work of several runs, each piece at the tier of its reading, with claims in between."""
+    """Work of several runs, each piece at the tier and bonus of its reading, with claims in between."""
     store = Store.open(new_database())
     ledger, exact, counters = Ledger(store), dict[str, Fraction](), dict[tuple[str, str], int]()
-    for worker, run_id, grown, tier, claims in works:
+    for worker, run_id, grown, tier, bonus, claims in works:
         counters[worker, run_id] = counters.get((worker, run_id), 0) + grown
-        ledger.credit(reading(counters[worker, run_id], run_id, worker_id=worker, perf_tps=SPEED[tier]), NOW)
-        exact[worker] = exact.get(worker, Fraction(0)) + Fraction(grown, 100) * FORMULA_TIERS[tier]
+        work = reading(counters[worker, run_id], run_id, worker_id=worker, perf_tps=SPEED[tier], bonus=bonus)
+        ledger.credit(work, NOW)
+        exact[worker] = exact.get(worker, Fraction(0)) + Fraction(grown, 100) * FORMULA_TIERS[tier] * bonus
         for account in ledger.accounts():
             assert account.credited_micro_kvr + account.carried == exact[account.worker_id]
             assert 0 <= account.carried < 1
@@ -460,4 +464,17 @@ def test_work_that_would_not_fit_a_column_is_refused_and_nothing_of_it_is_kept(l
         ledger.credit(reading(2**62, "two"), NOW)
     assert caught.value.code == "counter_implausible"
     assert balance(ledger)[0] == 2**62
+    assert ledger.audit() == ()
+
+
+def test_a_claim_that_would_not_fit_a_column_is_refused_and_takes_nothing(ledger: Ledger) -> None:
+    """Two rows that fit, and a sum that does not."""
+    for worker in ("v", "w"):
+        ledger.credit(reading(2**62, worker_id=worker, bonus=Fraction(199)), NOW)  # 1.99 micro-KVR a micro-unit
+    pending = [account.pending_micro_kvr for account in ledger.accounts()]
+    assert sum(pending) > 2**63 - 1
+    with pytest.raises(LedgerError) as caught:
+        ledger.reserve(ALICE.address, 1, NOW)
+    assert caught.value.code == "claim_too_large"
+    assert [account.pending_micro_kvr for account in ledger.accounts()] == pending
     assert ledger.audit() == ()

@@ -13,15 +13,15 @@ import pytest
 from gateway_parts import ALICE, BOB, CAROL, MOE, NOW, Clock, Gateway, entry, gateway
 
 from kvasir_console.config import ServedModel
-from kvasir_console.errors import LedgerError, NetworkError
+from kvasir_console.errors import ConfigError, LedgerError, NetworkError
 from kvasir_console.node.gateway.census import Census, OfferedModel
 from kvasir_console.node.gateway.coverage import parse_report
 from kvasir_console.node.gateway.ledger import Ledger, Reading
 from kvasir_console.node.gateway.metering import Meter, ring_contributions
-from kvasir_console.node.gateway.settle import Settler, parse_row
+from kvasir_console.node.gateway.settle import Settler, parse_row, read_bonuses
 from kvasir_console.node.gateway.store import Store
 from kvasir_console.node.placement.plan import Plan, PlannedStage
-from kvasir_console.relay.session import SessionCount
+from kvasir_console.relay.counting import SessionCount
 from kvasir_console.relay.wire.signed import canonical_json
 
 VECTORS = json.loads((Path(__file__).parents[3] / "data/conformance/settlement.json").read_text())
@@ -115,6 +115,36 @@ async def test_work_of_nobody_we_admitted_is_not_paid(meter: Meter) -> None:
     assert await figures(meter) == {}
 
 
+def credit(store: Store, rows: Iterable[Any]) -> int:
+    """What a settlement poll of these contributions credits, in micro-units."""
+    ledger, before = Ledger(store), {}
+    for row in rows:
+        account = ledger.account(row.wallet, row.worker_id, row.kind)
+        before[row.wallet, row.worker_id] = 0 if account is None else account.micro_units
+        ledger.credit(Reading(row.wallet, row.worker_id, row.kind, row.run_id, row.micro_units), int(NOW))
+    after = {(each.wallet, each.worker_id): each.micro_units for each in ledger.accounts()}
+    return sum(after[key] - known for key, known in before.items())
+
+
+async def test_a_quarantined_worker_keeps_what_was_credited_and_nothing_else(
+    store: Store, census: Census, meter: Meter
+) -> None:
+    await meter.read_engine("r1", [entry("expert-a", ALICE.address, 1000), entry("expert-b", BOB.address, 50)])
+    assert credit(store, await meter.contributions()) == 1050
+    await meter.read_engine("r1", [entry("expert-a", ALICE.address, 1700), entry("expert-b", BOB.address, 90)])
+    caught = entry("expert-a", ALICE.address, 1900, quarantined=True)
+    await meter.read_engine("r1", [caught, entry("expert-b", BOB.address, 90)])
+    assert await figures(meter) == {("r1", "a"): 1000, ("r1", "b"): 90}
+    assert credit(store, await meter.contributions()) == 40
+    # An engine that begins anew and knows nothing of it changes nothing, nor does another gateway on this database.
+    for again in (meter, Meter(store, census, Clock())):
+        assert again.quarantined(ALICE.address, "a")
+        assert not again.quarantined(BOB.address, "b")
+        assert not again.quarantined(BOB.address, "a")
+    await meter.read_engine("r2", [entry("expert-a", ALICE.address, 500)])
+    assert credit(store, await meter.contributions()) == 0
+
+
 async def test_served_work_makes_a_replica(census: Census, meter: Meter) -> None:
     report = parse_report({"worker_id": "a", "model": MOE, "segments": [[1, 0, 8]]})
     census.report(ALICE.address, report, NOW)
@@ -163,6 +193,33 @@ async def test_polls_credit_what_grew(served: Gateway) -> None:
     (account,) = served.ledger.accounts()
     assert (account.worker_id, account.kind, account.model, account.platform["os"]) == ("a", "expert", MOE, "linux")
     assert (account.credited_micro_kvr, account.carried) == (10_001, Fraction(49, 100))
+
+
+async def test_a_wallet_with_a_bonus_earns_half_as_much_again_from_then_on(served: Gateway) -> None:
+    await served.meter.read_engine("r1", [entry("expert-a", ALICE.address, 1_000_000)])
+    assert await settler(served).poll() == 10_000
+    rewarded = Settler(
+        served.client,
+        served.secrets.service_token,
+        served.ledger,
+        poll_s=1.0,
+        bonuses=read_bonuses(f" {BOB.address}  {ALICE.address} "),
+        clock=served.clock,
+    )
+    assert await rewarded.poll() == 0  # what was credited stays as it was
+    await served.meter.read_engine("r1", [entry("expert-a", ALICE.address, 1_000_101)])
+    assert await rewarded.poll() == 1
+    (account,) = served.ledger.accounts()
+    assert account.credited_micro_kvr + account.carried == Fraction(1_000_000, 100) + Fraction(101, 100) * Fraction(
+        3, 2
+    )
+    assert served.ledger.audit() == ()
+
+
+def test_a_bonus_for_what_is_no_wallet_is_refused() -> None:
+    assert read_bonuses("") == {}
+    with pytest.raises(ConfigError, match="'everyone' is no Solana address"):
+        read_bonuses(f"{ALICE.address} everyone")
 
 
 async def test_counters_that_stand_still_do_not_reach_the_database(

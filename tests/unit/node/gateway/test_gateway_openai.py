@@ -61,8 +61,41 @@ async def test_the_official_client_chats(tmp_path: Path) -> None:
         row = await recorded(served, reply.id)
         assert (row["model"], row["finish"], row["prompt_tokens"], row["completion_tokens"]) == ("m1", "stop", 5, 3)
         assert json.loads(row["tokens"]) == [100, 101, 102]
+    assert usage.prompt_tokens_details is not None
+    assert usage.prompt_tokens_details.cached_tokens == 3
     assert (backend.requests[0].max_tokens, backend.requests[0].temperature) == (7, 0.0)
     assert backend.requests[0].messages == ({"role": "user", "content": "What is the capital of France?"},)
+
+
+async def test_a_request_that_is_sent_again_is_the_same_one_and_booked_once(tmp_path: Path) -> None:
+    backend = scripted(texts=("Par", "is"))
+    again = {"idempotency-key": "once"}
+    async with gateway(tmp_path, [backend]) as served, sdk(served) as client:
+        replies = [
+            await client.chat.completions.create(model="m1", messages=HELLO, max_tokens=7, extra_headers=headers)
+            for headers in (again, again, {})
+        ]
+        ids = [reply.id for reply in replies]
+        assert ids[0] == ids[1] != ids[2]
+        keys = [request.key for request in backend.requests]
+        assert keys[0] == keys[1] != keys[2]
+        assert (await recorded(served, ids[0]))["finish"] == "stop"
+
+
+async def test_a_request_that_failed_is_booked_anew_when_it_is_sent_again(tmp_path: Path) -> None:
+    backend = scripted(texts=("Par", "is"), fail_at=1, error=EngineError("step_failed", "A step failed."))
+    async with gateway(tmp_path, [backend]) as served, sdk(served) as client:
+        with pytest.raises(openai.APIError):
+            async for _ in await client.chat.completions.create(
+                model="m1", messages=HELLO, stream=True, extra_headers={"idempotency-key": "twice"}
+            ):
+                pass
+        await served.generations.idle()
+        backend.error = None
+        reply = await client.chat.completions.create(
+            model="m1", messages=HELLO, extra_headers={"idempotency-key": "twice"}
+        )
+        assert (await recorded(served, reply.id))["finish"] == "stop"
 
 
 async def test_the_official_client_streams(tmp_path: Path) -> None:
@@ -95,6 +128,52 @@ async def test_a_stream_has_the_contracts_shape(tmp_path: Path) -> None:
     assert [("usage" in chunk, "kvasir" in chunk) for chunk in chunks] == [(False, False)] * 4 + [(True, True)]
 
 
+async def test_log_probabilities_have_openais_shape(tmp_path: Path) -> None:
+    backend = scripted(texts=("Par", "", "is"))
+    async with gateway(tmp_path, [backend]) as served, sdk(served) as client:
+        reply = await client.chat.completions.create(model="m1", messages=HELLO, logprobs=True, top_logprobs=2)
+        stream = await client.chat.completions.create(
+            model="m1", messages=HELLO, logprobs=True, top_logprobs=2, stream=True
+        )
+        streamed = [each async for chunk in stream for choice in chunk.choices for each in told(choice)]
+        bare = await client.chat.completions.create(model="m1", messages=HELLO, logprobs=True)
+        plain = await client.chat.completions.create(model="m1", messages=HELLO)
+    whole = told(reply.choices[0])
+    assert [(each.token, each.logprob, bytes(each.bytes or ())) for each in whole] == [
+        ("Par", -0.25, b"Par"),
+        ("", -0.5, b""),
+        ("is", -0.75, b"is"),
+    ]
+    assert [each.token for each in whole[0].top_logprobs] == ["Par", "\ufffd"]  # a part of a character
+    assert whole[0].top_logprobs[1].bytes == [0xE2, 0x82]
+    assert streamed == whole
+    assert [each.top_logprobs for each in told(bare.choices[0])] == [[], [], []]
+    assert plain.choices[0].logprobs is None
+    assert [request.logprobs for request in backend.requests] == [2, 2, 0, None]
+
+
+def told(choice: Any) -> list[Any]:
+    return [] if choice.logprobs is None else list(choice.logprobs.content)
+
+
+async def test_what_the_engine_boasts_of_its_cache_is_bounded_by_the_prompt(tmp_path: Path) -> None:
+    for claimed, believed in ((10**9, 5), (-1, 0)):
+        async with gateway(tmp_path / str(believed), [scripted(cached_tokens=claimed)]) as served:
+            reply = (await served.client.post(CHAT, json={"model": "m1", "messages": HELLO})).json()
+        assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] == believed
+
+
+async def test_a_session_belongs_to_its_caller(tmp_path: Path) -> None:
+    backend = scripted()
+    async with gateway(tmp_path, [backend]) as served:
+        for key in ("k1", "k1", "k2"):
+            async with sdk(served, api_key=key) as client:
+                await client.chat.completions.create(model="m1", messages=HELLO, prompt_cache_key="talk-1")
+    first, again, other = (request.session for request in backend.requests)
+    assert first == again != other
+    assert "talk" not in first
+
+
 async def test_a_reply_says_how_it_was_made(tmp_path: Path) -> None:
     async with gateway(tmp_path, [scripted()]) as served:
         reply = (await served.client.post(CHAT, json={"model": "m1", "messages": HELLO})).json()
@@ -108,6 +187,10 @@ async def test_a_reply_says_how_it_was_made(tmp_path: Path) -> None:
         "pairs_local": 7,
         "pairs_remote": 11,
         "failovers": 1,
+        "queued_ms": 0.5,
+        "decode_steps": 2,
+        "drafted_tokens": 4,
+        "accepted_tokens": 1,
         "trace_path": None,
     }
 
@@ -196,6 +279,30 @@ async def test_the_context_is_checked_before_anything_runs(tmp_path: Path) -> No
         backend.prompt_tokens = 20
         with pytest.raises(openai.BadRequestError):
             await client.chat.completions.create(model="m1", messages=HELLO)
+
+
+async def test_memory_for_keys_and_values_is_checked_before_anything_runs(tmp_path: Path) -> None:
+    backend = scripted(context=20, kv_tokens=12, prompt_tokens=5)
+    async with gateway(tmp_path, [backend]) as served, sdk(served) as client:
+        for max_tokens, code, number in ((8, "kv_budget_exceeded", "12"), (16, "context_length_exceeded", "20")):
+            with pytest.raises(openai.BadRequestError) as caught:
+                await client.chat.completions.create(model="m1", messages=HELLO, max_tokens=max_tokens)
+            assert caught.value.code == code
+            assert number in caught.value.message
+        assert backend.requests == []
+        await client.chat.completions.create(model="m1", messages=HELLO)  # no limit asked for: what fits
+        assert backend.requests[0].max_tokens == 7
+
+
+@pytest.mark.parametrize("code", ["queue_full", "queue_timeout", "kv_budget_full"])
+async def test_an_engine_that_is_full_is_busy_not_broken(tmp_path: Path, code: str) -> None:
+    backend = scripted(fail_at=0, error=EngineError(code, "Others have the memory."))
+    async with gateway(tmp_path, [backend]) as served:
+        reply = await served.client.post(CHAT, json={"model": "m1", "messages": HELLO})
+        error = reply.json()["error"]
+        assert (reply.status_code, reply.headers["retry-after"]) == (503, "10")
+        assert (error["type"], error["code"]) == ("ring_busy", "ring_busy")
+        assert "Others have the memory." in error["message"]
 
 
 async def test_a_refused_parameter_is_named(tmp_path: Path) -> None:

@@ -298,15 +298,17 @@ async def test_config_has_the_contracts_fields_and_the_extensions(served: Gatewa
     assert (config["cluster"], config["decimals"], config["rewardPerUnit"]) == ("devnet", 6, 0.01)
     assert config["perfTiers"][0] == {"tier": "S", "minTps": 90, "mult": 1.5}
     assert (config["vault"], config["vaultOwner"]) == (None, None)  # no payout process has said yet
-    assert config["dispatch_wires"] == ["v1", "v2", "v2f16"]
+    assert config["dispatch_wires"] == ["v1", "v2", "v2f16", "v3"]
     assert config["minimumClaimMicroKvr"] == 1000
     assert config["extensions"] == {
-        "wires": ["v1", "v2", "v2f16"],
+        "wires": ["v1", "v2", "v2f16", "v3"],
         "relay_token_header": True,
         "placement": 1,
         "signed_actions": 1,
         "delegation": 1,
+        "statements": 1,
         "hub_key": served.identity.hub_key,
+        "hub_key_rotations": [],
     }
     served.store.set_fact(TREASURY_FACT, CAROL.address)
     config = (await served.client.get("/api/config")).json()

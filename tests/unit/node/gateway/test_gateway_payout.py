@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,11 +16,33 @@ from gateway_parts import ALICE, BOB, NOW, Clock
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvasir_console.errors import LedgerError, NetworkError
+from kvasir_console.errors import LedgerError, NetworkError, UsageError, WalletError
+from kvasir_console.node.gateway import payout
 from kvasir_console.node.gateway.ledger import Claim, ClaimState, Ledger, Reading
 from kvasir_console.node.gateway.payout import Payer, StorePin, serve
 from kvasir_console.node.gateway.store import Store
 from kvasir_console.wallet.chain import Outcome, OutcomeState, PreparedTransfer
+
+
+def told(*words: str) -> argparse.Namespace:
+    return payout.parser().parse_args([*words, "--rpc", "http://127.0.0.1:9", "--mint", "m", "--treasury", "t"])
+
+
+def test_a_databases_password_comes_from_a_private_file_only(tmp_path: Path) -> None:
+    url = "postgresql://kvasir:hunter2@db/kvasir"
+    with pytest.raises(UsageError) as refused:
+        payout.database_url(told("--database", url))
+    assert refused.value.code == "password_exposed"
+    assert "hunter2" not in str(refused.value)
+    assert payout.database_url(told("--database", "sqlite:///x.sqlite")) == "sqlite:///x.sqlite"
+    file = tmp_path / "database"
+    file.write_text(url + "\n")
+    file.chmod(0o644)
+    with pytest.raises(WalletError) as open_to_others:
+        payout.database_url(told("--database-file", str(file)))
+    assert open_to_others.value.code == "database_file"
+    file.chmod(0o600)
+    assert payout.database_url(told("--database-file", str(file))) == url
 
 
 class Died(BaseException):

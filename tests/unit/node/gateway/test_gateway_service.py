@@ -219,7 +219,9 @@ async def test_it_serves_a_model_once_its_engine_is_loaded(tmp_path: Path, model
         await asyncio.wait_for(gateway.engine.ready.wait(), 10)
         (load,) = gateway.engine.loads
         assert (load["role"], load["model"], load["layers"]) == ("stage", MOE, [0, N_LAYER])
-        assert (load["path"], load["dispatch_wire"], load["dispatch_timeout_s"]) == (models[0].path, "v2", 10.0)
+        assert (load["path"], load["dispatch_wire"], load["dispatch_timeout_s"]) == (models[0].path, "v3", 10.0)
+        assert load["dispatch_dtype"] == "f32"
+        assert (load["kv_budget_bytes"], load["kv_sharers"]) == (0, 1)
         assert (await gateway.client.get("/v1/health")).json()["status"] == "ok"
         async with openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as client:
             reply = await client.chat.completions.create(model=MOE, messages=HELLO)

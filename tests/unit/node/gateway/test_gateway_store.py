@@ -137,6 +137,15 @@ def test_a_request_is_recorded_with_what_it_saw(store: Store) -> None:
     assert store.request("r2") is None
 
 
+def test_a_request_that_is_begun_again_stays_as_it_is(store: Store) -> None:
+    store.begin_request("r1", "m", NOW)
+    store.begin_request("r1", "m", NOW + 1)
+    assert store.request("r1")["created"] == NOW
+    store.finish_request(_record("r1"), NOW + 3)
+    store.begin_request("r1", "m", NOW + 4)
+    assert store.request("r1")["finished"] == NOW + 3
+
+
 def test_a_ring_is_counted_once_for_each_request(store: Store) -> None:
     for request_id in ("r1", "r2"):
         store.begin_request(request_id, "m", NOW)

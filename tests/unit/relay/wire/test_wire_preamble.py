@@ -64,7 +64,7 @@ def test_any_bytes_give_a_preamble_or_its_error(data: bytes, headed: bool) -> No
         b"KVSX" + Preamble(Kind.EXPERTS, "x").encode()[4:],
         b"KVSP\x02\x00" + Preamble(Kind.EXPERTS, "x").encode()[6:],
         b"KVSP\x01\x00\x00\x00" + Preamble(Kind.EXPERTS, "x").encode()[8:],
-        b"KVSP\x01\x00\x06\x00" + Preamble(Kind.EXPERTS, "x").encode()[8:],
+        b"KVSP\x01\x00\x63\x00" + Preamble(Kind.EXPERTS, "x").encode()[8:],
         Preamble(Kind.EXPERTS, "x").encode()[:60] + b"\xff" * 128 + bytes(68),
         Preamble(Kind.EXPERTS, "x").encode()[:188] + b"\xc3\xa9" * 22 + bytes(24),
     ],

@@ -36,9 +36,10 @@ def frames(draw: st.DrawFn) -> Frame:
         FrameKind.HIDDEN: st.integers(1, 8).map(lambda width: 4 * width * sum(i.rows for i in items)),
         FrameKind.TOKEN: st.just(4 * len(items)),
         FrameKind.RELEASE: st.just(0),
+        FrameKind.ROLL: st.just(0),
     }.get(kind, st.integers(0, 64))
     length = draw(size)
-    return Frame(kind, epoch, items, draw(st.binary(min_size=length, max_size=length)), flags)
+    return Frame(kind, epoch, items, draw(st.binary(min_size=length, max_size=length)), flags, draw(U32), draw(U32))
 
 
 def frame_bytes(
@@ -47,14 +48,15 @@ def frame_bytes(
     payload: bytes = b"",
     *,
     magic: bytes = b"KVRG",
-    version: int = 1,
+    version: int = 2,
     table: bytes = b"",
     announced: int | None = None,
-    zero: bytes = bytes(12),
+    times: tuple[int, int] = (0, 0),
+    zero: bytes = bytes(4),
 ) -> bytes:
     """A frame written from the layout in the module's docstring, not by the module."""
     size = len(payload) if announced is None else announced
-    head = magic + struct.pack("<BBHIII", version, kind, 0, 9, count, size) + zero + table + payload
+    head = magic + struct.pack("<BBHIIIII", version, kind, 0, 9, count, size, *times) + zero + table + payload
     return head + struct.pack("<I", google_crc32c.value(head))
 
 
@@ -65,11 +67,11 @@ def test_the_checksum_is_the_one_of_rfc_3720() -> None:
 
 
 def test_the_layout_of_a_frame_is_fixed() -> None:
-    item = Item(request_id=2**63 + 5, sequence=1, position=77, rows=2, flags=3)
+    item = Item(request_id=2**63 + 5, step=1, position=77, rows=2, flags=3)
     payload = np.arange(6, dtype="<f4").tobytes()
-    sent = ring.encode(Frame(FrameKind.HIDDEN, 9, (item,), payload))
+    sent = ring.encode(Frame(FrameKind.HIDDEN, 9, (item,), payload, slowest_us=70_000, inside_us=2**32 + 5))
     table = struct.pack("<QIIII", 2**63 + 5, 1, 77, 2, 3)
-    assert sent == frame_bytes(3, 1, payload, table=table)
+    assert sent == frame_bytes(3, 1, payload, table=table, times=(70_000, 2**32 - 1))
     assert len(sent) == 32 + 24 + 24 + 4
 
 
@@ -108,7 +110,7 @@ def test_a_frame_that_breaks_off_is_refused(frame: Frame, data: st.DataObject) -
 @settings(deadline=None)
 @given(st.binary(max_size=300), st.booleans())
 def test_any_bytes_give_frames_or_a_ring_error(data: bytes, headed: bool) -> None:
-    decoder, stream = FrameDecoder(), (b"KVRG\x01" if headed else b"") + data
+    decoder, stream = FrameDecoder(), (b"KVRG\x02" if headed else b"") + data
     decoder.feed(stream)
     seen = []
     with contextlib.suppress(RingError):
@@ -123,11 +125,11 @@ def test_any_bytes_give_frames_or_a_ring_error(data: bytes, headed: bool) -> Non
     ("sent", "reason"),
     [
         (frame_bytes(magic=b"KVRX"), "magic"),
-        (frame_bytes(version=2), "version"),
+        (frame_bytes(version=1), "version"),
         (frame_bytes(kind=0), "kind"),
-        (frame_bytes(kind=9), "kind"),
-        (frame_bytes(zero=b"\0" * 11 + b"\1"), "reserved"),
-        (frame_bytes(kind=3, count=1025), "count"),
+        (frame_bytes(kind=11), "kind"),
+        (frame_bytes(zero=b"\0" * 3 + b"\1"), "reserved"),
+        (frame_bytes(kind=3, count=4097), "count"),
         (frame_bytes(kind=3, count=2**32 - 1), "count"),
         (frame_bytes(kind=3, count=0), "count"),
         (frame_bytes(kind=2, count=2), "count"),
@@ -164,7 +166,7 @@ def test_sizes_are_refused_from_the_header_alone() -> None:
         Frame(FrameKind.PING, 2**32),
         Frame(FrameKind.PING, -1),
         Frame(FrameKind.RELEASE, 1, (Item(-1),)),
-        Frame(FrameKind.RELEASE, 1, tuple(Item(n) for n in range(1025))),
+        Frame(FrameKind.RELEASE, 1, tuple(Item(n) for n in range(4097))),
         Frame(FrameKind.TOKEN, 1, (Item(1),), b""),
     ],
 )
@@ -357,3 +359,55 @@ def test_any_error_text_fits_its_frame(text: str, power: int) -> None:
 def test_any_bytes_of_an_error_give_an_error_or_a_ring_error(payload: bytes) -> None:
     with contextlib.suppress(RingError):
         assert isinstance(ring.decode_error(payload), KvasirError)
+
+
+COUNT = st.integers(0, 2**32 - 1)
+
+
+@settings(deadline=None)
+@given(st.dictionaries(st.integers(0, 2**64 - 1), st.tuples(U32, COUNT, COUNT), max_size=6))
+def test_what_a_successor_has_survives_its_frames(held: dict[int, tuple[int, int, int]]) -> None:
+    sent = {key: ring.Held(step, min(final, length), length) for key, (step, final, length) in held.items()}
+    (frame,) = ring.encode_held(3, sent)
+    assert ring.decode_held(ring.decode(ring.encode(frame))) == sent
+
+
+@settings(deadline=None)
+@given(
+    st.dictionaries(
+        st.integers(0, 2**64 - 1), st.tuples(U32, st.lists(st.integers(0, 2**31 - 1), max_size=5), st.integers(0, 9))
+    )
+)
+def test_what_rank_0_knows_survives_its_frames(known: dict[int, tuple[int, list[int], int]]) -> None:
+    sent = {key: ring.Known(step, len(tokens) + more, tuple(tokens)) for key, (step, tokens, more) in known.items()}
+    (frame,) = ring.encode_known(3, sent)
+    assert ring.decode_known(ring.decode(ring.encode(frame))) == sent
+
+
+def test_more_than_a_frame_holds_goes_into_several() -> None:
+    held = {n: ring.Held(n, n, n) for n in range(5000)}
+    frames = ring.encode_held(3, held)
+    assert [(len(frame.items), frame.flags) for frame in frames] == [(4096, 1), (904, 0)]
+    assert ring.decode_held(frames[0]) | ring.decode_held(frames[1]) == held
+    known = {n: ring.Known(1, 40_000, (5,) * 40_000) for n in range(3)}
+    frames = ring.encode_known(3, known)
+    assert [frame.flags for frame in frames] == [1, 1, 0]
+    assert ring.decode_known(frames[2]) == {2: known[2]}
+    for frame in frames:
+        assert ring.decode(ring.encode(frame)) == frame
+
+
+@pytest.mark.parametrize(
+    ("read", "frame"),
+    [
+        (ring.decode_held, Frame(FrameKind.HELD, 1, (Item(1, 0, 6, 0, 5),))),
+        (ring.decode_held, Frame(FrameKind.HELD, 1, (Item(1, 0, 5, 0, 5),), bytes(4))),
+        (ring.decode_held, Frame(FrameKind.ROLL, 1)),
+        (ring.decode_known, Frame(FrameKind.HELD, 1, (Item(1, 0, 5, 2, 0),), bytes(4))),
+        (ring.decode_known, Frame(FrameKind.HELD, 1, (Item(1, 0, 1, 2, 0),), bytes(8))),
+        (ring.decode_known, Frame(FrameKind.HELD, 1, (Item(1, 0, 1, 1, 0),), struct.pack("<i", -1))),
+    ],
+)
+def test_a_held_frame_that_contradicts_itself_is_refused(read, frame: Frame) -> None:
+    with pytest.raises(RingError):
+        read(frame)

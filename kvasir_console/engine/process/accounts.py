@@ -1,0 +1,58 @@
+"""What each slice of each session has done and earned over this engine's life.
+
+Written by the compute thread and, for answers that come late, by the loop; so every change is one turn under the lock.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import asdict
+from typing import Any
+
+from kvasir_console.engine.process import checks
+from kvasir_console.engine.process.worker import SessionStats, Slice
+from kvasir_console.relay.wire import dispatch
+
+
+class Accounts:
+    """Accounts by session, wallet and slice; they outlive connections."""
+
+    def __init__(self, trial_pairs: int) -> None:
+        self._trial_pairs = trial_pairs
+        self._lock = threading.Lock()
+        self._stats: dict[tuple[str, str, int, int, int], SessionStats] = {}
+
+    def of(self, session: str, wallet: str, held: Slice) -> SessionStats:
+        key = (session, wallet, held.layer, held.begin, held.end)
+        with self._lock:
+            return self._stats.setdefault(key, SessionStats(*key, proven=self._trial_pairs == 0))
+
+    def pay(self, stats: SessionStats, request: dispatch.Request, checked_pairs: int = 0) -> None:
+        """An answer was acknowledged; so many of its pairs were looked at and found right."""
+        n_bytes = dispatch.paid_bytes(request.n_embd, request.n_rows, request.n_pairs)
+        with self._lock:
+            checks.acknowledge(stats, request.n_rows, request.n_pairs, n_bytes)
+            if checked_pairs:
+                checks.passed(stats, checked_pairs, self._trial_pairs)
+
+    def convict(self, session: str, wallet: str | None = None) -> int | None:
+        """Quarantine a session, of one wallet or of any; the bytes that were voided, ``None`` if nobody is called so.
+
+        All its slices fall: they are one machine's.
+        """
+        with self._lock:
+            found = [each for each in self._stats.values() if each.session == session and wallet in (None, each.wallet)]
+            for stats in found:
+                checks.convict(stats)
+            return sum(stats.voided_bytes for stats in found) if found else None
+
+    def quarantined(self, session: str, wallet: str) -> bool:
+        with self._lock:
+            return any(
+                stats.quarantined and (stats.session, stats.wallet) == (session, wallet)
+                for stats in self._stats.values()
+            )
+
+    def coverage(self) -> list[dict[str, Any]]:
+        with self._lock:
+            return [asdict(stats) for stats in self._stats.values()]

@@ -1,0 +1,172 @@
+"""One end of a ring edge: the role byte, HELLO, frames, and a deadline for a peer that says nothing.
+
+An edge that waits for its peer waits for as long as it takes: the relay holds it. Once both HELLOs were read, either
+end sends PING every ``ping_s``; an end that hears nothing for ``silence_s`` takes its peer for hung and cuts the edge.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import struct
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+
+from kvasir_console.errors import EngineError
+from kvasir_console.relay.wire import ring as wire
+from kvasir_console.relay.wire.ring import Frame, FrameKind
+
+log = logging.getLogger(__name__)
+
+PING_S = 5.0
+SILENCE_S = 15.0
+_STAMP = struct.Struct("<d")
+
+OnFrame = Callable[["Edge", Frame], Awaitable[None]]
+
+
+class StaleError(wire.RingError):
+    """The peer's plan is older than ours, or ours than the peer's (``mine``)."""
+
+    def __init__(self, message: str, *, mine: bool) -> None:
+        super().__init__(message, "stale_epoch")
+        self.mine = mine
+
+
+class Edge:
+    """``run`` serves it until it ends; ``post`` never waits."""
+
+    def __init__(
+        self,
+        name: str,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        *,
+        ping_s: float = PING_S,
+        silence_s: float = SILENCE_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.name = name
+        self.ready = False
+        self.closed = False
+        self.rtt_ms: float | None = None
+        self._reader = reader
+        self._writer = writer
+        self._ping_s = ping_s
+        self._silence_s = silence_s
+        self._clock = clock
+        self._heard = clock()
+        self._out: deque[Iterator[Frame]] = deque()
+        self._more = asyncio.Event()
+        self._why = ""
+
+    def post(self, frames: Iterable[Frame]) -> None:
+        """Send frames after those posted before; each is made when it is its turn."""
+        if not self.closed:
+            self._out.append(iter(frames))
+            self._more.set()
+
+    def say(self, frame: Frame) -> None:
+        """Send a frame now, whatever else waits."""
+        if not self.closed:
+            self._writer.write(wire.encode(frame))
+
+    def close(self, why: str) -> None:
+        """End the edge; ``run`` returns."""
+        if not self.closed:
+            self.closed = True
+            self.ready = False
+            self._why = why
+            self._out.clear()
+            self._more.set()
+            with contextlib.suppress(OSError):
+                self._writer.close()
+
+    async def run(self, role: bytes, peer_role: bytes, hello: Frame, on_frame: OnFrame) -> str:
+        """Serve the edge until it ends; returns why it did.
+
+        Raises:
+            StaleError: an epoch is over, the peer's (it was told so) or ours.
+        """
+        sending = asyncio.create_task(self._send(), name=f"edge-{self.name}-send")
+        watching = asyncio.create_task(self._watch(hello.epoch), name=f"edge-{self.name}-watch")
+        try:
+            self._writer.write(role + wire.encode(hello))
+            if await self._reader.readexactly(1) != peer_role:
+                raise wire.RingError("the edge's role byte is not the peer's")
+            while True:
+                frame = await wire.read_frame(self._reader)
+                self._heard = self._clock()
+                if self.closed:
+                    break
+                self._check_epoch(frame, hello.epoch)
+                await self._take(frame, hello.epoch, on_frame)
+            return self._why
+        except StaleError:
+            raise
+        except wire.RingError as error:
+            return self._why or str(error)
+        except (OSError, EOFError) as error:
+            return self._why or str(error) or "the peer closed it"
+        finally:
+            for task in (sending, watching):
+                task.cancel()
+            await asyncio.gather(sending, watching, return_exceptions=True)
+            self.close("it ended")
+
+    async def _take(self, frame: Frame, epoch: int, on_frame: OnFrame) -> None:
+        match frame.kind:
+            case FrameKind.PING:
+                self.say(Frame(FrameKind.PONG, epoch, payload=frame.payload))
+            case FrameKind.PONG:
+                if len(frame.payload) == _STAMP.size:
+                    self.rtt_ms = (self._clock() - _STAMP.unpack(frame.payload)[0]) * 1e3
+            case FrameKind.HELLO:
+                await on_frame(self, frame)
+            case _ if not self.ready:
+                raise wire.RingError("a frame came before HELLO")
+            case _:
+                await on_frame(self, frame)
+
+    def _check_epoch(self, frame: Frame, epoch: int) -> None:
+        if wire.is_stale(frame.epoch, epoch):
+            text = f"a frame of epoch {frame.epoch} came to a ring of epoch {epoch}"
+            self.say(Frame(FrameKind.ERROR, epoch, payload=wire.encode_error(EngineError("stale_epoch", text))))
+            raise StaleError(text, mine=False)
+        if frame.epoch > epoch:
+            raise StaleError(f"the ring is at epoch {frame.epoch}, this rank at {epoch}", mine=True)
+
+    async def _send(self) -> None:
+        try:
+            while not self.closed:
+                self._more.clear()
+                while self._out:
+                    frame = next(self._out[0], None)
+                    if frame is None:
+                        self._out.popleft()
+                        continue
+                    self._writer.write(wire.encode(frame))
+                    await self._writer.drain()
+                await self._more.wait()
+        except OSError as error:
+            self.close(str(error))
+        except wire.RingError as error:
+            log.error("the %s edge cannot send: %s", self.name, error)
+            self.close(str(error))
+
+    async def _watch(self, epoch: int) -> None:
+        with contextlib.suppress(OSError):
+            while not self.closed:
+                asleep = self._clock()
+                await asyncio.sleep(self._ping_s)
+                if self._clock() - asleep > 2 * self._ping_s:
+                    self._heard = self._clock()  # it was this process that was stopped, not the peer
+                if not self.ready:
+                    continue
+                silent_s = self._clock() - self._heard
+                if silent_s > self._silence_s:
+                    self.close(f"the peer said nothing for {silent_s:.0f} s")
+                    return
+                self.say(Frame(FrameKind.PING, epoch, payload=_STAMP.pack(self._clock())))

@@ -1,0 +1,15 @@
+"""A million broken streams against the codecs."""
+
+from __future__ import annotations
+
+import pytest
+
+import codec_fuzz
+
+TARGETS = codec_fuzz.targets()
+
+
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
+def test_a_million_broken_streams(target: codec_fuzz.Target) -> None:
+    codec_fuzz.fuzz(target, 1_000_000 // len(TARGETS), seed=1)

@@ -88,7 +88,8 @@ class V3Session:
 
     def _answering_ended(self, answering: asyncio.Task[None]) -> None:
         """Nobody would answer what is still read."""
-        if not answering.cancelled() and (error := answering.exception()) is not None:
+        error = None if answering.cancelled() else answering.exception()
+        if isinstance(error, Exception):
             self._reader.set_exception(error)
 
     async def _receive(self, data: bytes) -> None:

@@ -208,7 +208,7 @@ def test_a_newer_plan_leaves_a_window_only_where_it_was():
     assert not held.stays(replace(newer, model_digest="cd" * 32))
     assert not held.stays(replace(plan(B, A, C), generation=5))
     assert not held.stays(replace(plan(A, C), generation=5))
-    assert ring_fields(newer, held.stage) == {"id": "smollm2", "epoch": 5, "rank": 1, "size": 3, "n_layer": 20}
+    assert ring_fields(newer, held.stage) == {"id": "smollm2", "epoch": 5, "rank": 1, "size": 3, "n_layer": 30}
 
 
 def test_a_wallet_outside_the_plan_has_no_window():

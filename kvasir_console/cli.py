@@ -225,7 +225,9 @@ def _wallet_parser(parser: argparse.ArgumentParser) -> None:
 def _bench_parser(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="bench_command", metavar="BENCH", required=True)
     engine = commands.add_parser("engine", help="decode, prefill and batch rates, memory and exactness")
-    engine.add_argument("--model", metavar="FILE|NAME", default="smollm2", help="a GGUF, or a name of models list")
+    engine.add_argument(
+        "--model", metavar="FILE|NAME", default="smollm2", help="a GGUF, a name of models list, or random-1.1b"
+    )
     engine.add_argument("--peer", metavar="xllamacpp|native|CMD", help="measure this one too, alternately")
     engine.add_argument("--pairs", type=int, default=9, metavar="N", help="measurements of each side (default 9)")
     engine.add_argument("--threads", type=int, default=0, metavar="N", help="compute threads (0: physical cores)")

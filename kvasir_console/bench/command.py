@@ -178,10 +178,17 @@ def _plain(value: Any) -> Any:
 
 
 def _model(name: str) -> Path:
-    """A file, or a checkpoint of the catalogue, pulled."""
+    """A file, a checkpoint of the catalogue, pulled, or ``random-1.1b``, made on the spot."""
+    from kvasir_console.bench import random_llama
     from kvasir_console.node import catalogue
 
     path = Path(name)
+    if name == random_llama.NAME:
+        file = Paths.from_environment().ensure().models / f"{name}.Q4_K.gguf"
+        if not file.exists():
+            _say(f"Making {file.name} (0.6 GB)")
+            random_llama.write(file)
+        return file
     return (path if path.suffix else catalogue.pull(name, Paths.from_environment().ensure())).absolute()
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-BYTES = 256
+from kvasir_console.bench.random_llama import byte_characters
+
 _WORDS = 256
 
 
@@ -39,7 +40,7 @@ def write_model(path: Path, recipe: Recipe = Recipe()) -> Path:
     width, heads = recipe.n_embd, recipe.n_head
     head = width // heads
     words = ["th", *(f"Ġw{number:03d}" for number in range(1, _WORDS))]
-    tokens = [_byte_character(byte) for byte in range(BYTES)] + words
+    tokens = byte_characters() + words
     writer = GGUFWriter(path, "llama")
     writer.add_name(f"random mixture of experts, seed {recipe.seed}")
     writer.add_block_count(recipe.n_layer)
@@ -91,11 +92,3 @@ def write_model(path: Path, recipe: Recipe = Recipe()) -> Path:
     writer.write_tensors_to_file()
     writer.close()
     return path
-
-
-def _byte_character(byte: int) -> str:
-    """The character that stands for a byte in a GPT-2 vocabulary (Radford et al., 2019)."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    if byte in printable:
-        return chr(byte)
-    return chr(BYTES + [other for other in range(BYTES) if other not in printable].index(byte))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import mmap
 import os
 import time
 from collections.abc import Callable
@@ -64,7 +65,7 @@ def _allocate_unseen() -> str:
 
 
 def _grow() -> str:
-    kept = [bytearray(2**24) for _ in range(66)]
+    kept = [mmap.mmap(-1, 2**24) for _ in range(66)]  # not of a heap that the parent may have left large and empty
     return "" if kept else "nothing"
 
 

@@ -356,7 +356,9 @@ async def test_each_request_is_told_its_own_pairs(moe: Path, tmp_path: Path) -> 
         assert other.tokens == one.tokens
         assert other.pairs_local + other.pairs_remote == other.rows * N_LAYER * 2 == one.pairs_local
         assert (other.pairs_remote > 0) == (request.experts == "network")
-    assert coverage["pairs"] == sum(each.pairs_remote for each in done)
+    # An answer that came after its pairs were computed here is paid, and no request's.
+    late = coverage["pairs"] - sum(each.pairs_remote for each in done)
+    assert 0 <= late <= sum(each.pairs_local for each in done if each.pairs_remote)
 
 
 @pytest.mark.model

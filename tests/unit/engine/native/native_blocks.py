@@ -47,19 +47,6 @@ def random_rows(ggml_type: GGMLType, n_out: int, n_in: int, *, seed: int = 0, si
     return torch.from_numpy(blocks.reshape(n_out, -1))
 
 
-def with_every_bit(ggml_type: GGMLType, n_out: int, n_in: int, fill: int) -> torch.Tensor:
-    """``random_rows`` with all bytes ``fill``, but for the half-precision factors (and the exponent of MXFP4)."""
-    raw = random_rows(ggml_type, n_out, n_in)
-    blocks = raw.view(-1, ggml_type.block_bytes)
-    kept = [at + byte for at in _HALVES.get(ggml_type, ()) for byte in range(2)]
-    if ggml_type == GGMLType.MXFP4:
-        kept = [0]
-    factors = blocks[:, kept].clone()
-    blocks.fill_(fill)
-    blocks[:, kept] = factors
-    return raw
-
-
 def weights(raw: torch.Tensor, ggml_type: GGMLType) -> torch.Tensor:
     """What the gguf package makes of them: (n_out, n_in) f32."""
     values = gguf.quants.dequantize(raw.numpy(), gguf.GGMLQuantizationType(int(ggml_type)))

@@ -135,13 +135,14 @@ async def test_a_polite_child_is_asked_first(log_file):
     await process.stop()  # once more is no error
 
 
-IGNORES = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
-STOPPED = "os.kill(os.getpid(), signal.SIGSTOP)"
+READY = "print('ready', flush=True)"
+IGNORES = f"signal.signal(signal.SIGTERM, signal.SIG_IGN); {READY}"
+STOPPED = f"{READY}; os.kill(os.getpid(), signal.SIGSTOP)"
 
 
 @pytest.mark.parametrize("deaf", [IGNORES, STOPPED])
 async def test_a_child_that_does_not_listen_is_killed(log_file, deaf):
-    process = child(log_file, f"import os, signal, time; print('ready', flush=True); {deaf}; time.sleep(60)")
+    process = child(log_file, f"import os, signal, time; {deaf}; time.sleep(60)")
     await process.start()
     await until(lambda: "ready" in log_file.read_text())
     await process.stop(grace_s=0.3)

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from kvasir_console.bench.random_llama import byte_characters
+from kvasir_console.bench.random_llama import BYTES, add_vocabulary
 
 _WORDS = 256
 
@@ -33,14 +33,13 @@ class Recipe:
 
 def write_model(path: Path, recipe: Recipe = Recipe()) -> Path:
     """Write the checkpoint; token ids are 256 bytes, then words that print, and no token ends a text."""
-    from gguf import GGMLQuantizationType, GGUFWriter, TokenType
+    from gguf import GGMLQuantizationType, GGUFWriter
     from gguf.quants import quantize
 
     rng = np.random.Generator(np.random.PCG64(recipe.seed))
     width, heads = recipe.n_embd, recipe.n_head
     head = width // heads
     words = ["th", *(f"Ġw{number:03d}" for number in range(1, _WORDS))]
-    tokens = byte_characters() + words
     writer = GGUFWriter(path, "llama")
     writer.add_name(f"random mixture of experts, seed {recipe.seed}")
     writer.add_block_count(recipe.n_layer)
@@ -52,15 +51,9 @@ def write_model(path: Path, recipe: Recipe = Recipe()) -> Path:
     writer.add_rope_freq_base(10_000.0)
     writer.add_rope_dimension_count(head)
     writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_vocab_size(len(tokens))
     writer.add_expert_count(recipe.n_expert)
     writer.add_expert_used_count(recipe.n_expert_used)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(tokens)
-    writer.add_token_types([TokenType.NORMAL] * len(tokens))
-    writer.add_token_merges(["t h"])  # a vocabulary of this kind has at least one
-    writer.add_add_bos_token(False)
+    add_vocabulary(writer, words)
 
     def matrix(name: str, *shape: int, scale: float = 1.0) -> None:
         values = rng.standard_normal(shape, dtype=np.float32) * np.float32(scale / np.sqrt(shape[-1]))
@@ -71,7 +64,7 @@ def write_model(path: Path, recipe: Recipe = Recipe()) -> Path:
         values: npt.NDArray[np.float32] = (1 + 0.1 * rng.standard_normal(width)).astype(np.float32)
         writer.add_tensor(name, values)
 
-    matrix("token_embd.weight", len(tokens), width, scale=float(np.sqrt(width)))
+    matrix("token_embd.weight", BYTES + len(words), width, scale=float(np.sqrt(width)))
     for layer in range(recipe.n_layer):
         block = f"blk.{layer}"
         norm(f"{block}.attn_norm.weight")
@@ -86,7 +79,7 @@ def write_model(path: Path, recipe: Recipe = Recipe()) -> Path:
         matrix(f"{block}.ffn_up_exps.weight", recipe.n_expert, recipe.n_ff, width)
         matrix(f"{block}.ffn_down_exps.weight", recipe.n_expert, width, recipe.n_ff)
     norm("output_norm.weight")
-    matrix("output.weight", len(tokens), width)
+    matrix("output.weight", BYTES + len(words), width)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

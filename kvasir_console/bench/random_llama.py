@@ -8,13 +8,20 @@ what passes through it.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
+if TYPE_CHECKING:
+    from gguf import GGUFWriter
+
 NAME = "random-1.1b"
+BYTES = 256
+"""Tokens of a vocabulary that stand for bytes."""
 _VALUES, _BYTES = 256, 144
 _SPREAD = 255.0
 """Deviation of ``sc * q - 7.5 * m`` for uniform 6-bit ``sc``, ``m`` and 4-bit ``q``."""
@@ -36,7 +43,7 @@ class Recipe:
 
 def write(path: Path, recipe: Recipe = Recipe()) -> Path:
     """Write the checkpoint under a temporary name and move it to ``path`` once it is whole; 0.6 GB by default."""
-    from gguf import GGMLQuantizationType, GGUFWriter, TokenType
+    from gguf import GGMLQuantizationType, GGUFWriter
 
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
@@ -52,15 +59,7 @@ def write(path: Path, recipe: Recipe = Recipe()) -> Path:
     writer.add_head_count_kv(recipe.n_head_kv)
     writer.add_rope_dimension_count(head)
     writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_vocab_size(recipe.n_vocab)
-    tokens = [*byte_characters(), "th"]
-    tokens += [f"<{number}>" for number in range(recipe.n_vocab - len(tokens))]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(tokens)
-    writer.add_token_types([TokenType.NORMAL] * len(tokens))
-    writer.add_token_merges(["t h"])  # a vocabulary of this kind has at least one
-    writer.add_add_bos_token(False)
+    add_vocabulary(writer, ["th", *(f"<{number}>" for number in range(recipe.n_vocab - BYTES - 1))])
 
     def matrix(name: str, n_out: int, n_in: int) -> None:
         writer.add_tensor(name, blocks(rng, n_out, n_in), raw_dtype=GGMLQuantizationType.Q4_K)
@@ -98,6 +97,20 @@ def blocks(rng: np.random.Generator, n_out: int, n_in: int) -> npt.NDArray[np.ui
     scale = 1 / (_SPREAD * np.sqrt(n_in))
     raw[:, :4] = np.array([scale, 7.5 * scale], np.float16).view(np.uint8)
     return raw.reshape(n_out, -1)
+
+
+def add_vocabulary(writer: GGUFWriter, words: Sequence[str]) -> None:
+    """256 bytes, then ``words``, the first of them "th": a vocabulary of this kind has at least one merge."""
+    from gguf import TokenType
+
+    tokens = [*byte_characters(), *words]
+    writer.add_vocab_size(len(tokens))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([TokenType.NORMAL] * len(tokens))
+    writer.add_token_merges(["t h"])
+    writer.add_add_bos_token(False)
 
 
 def byte_characters() -> list[str]:

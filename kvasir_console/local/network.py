@@ -143,6 +143,7 @@ class LocalNetwork:
                 "database": database,
                 "target_replicas": 1,
                 "minimum_claim_micro_kvr": 1,
+                "dispatch_trial_pairs": 8,  # one short prompt brings a worker so many; its pay is held until then
                 "settlement_poll_s": 1.0,
                 "service_token_file": str(self._service_token_file),
                 "models": [

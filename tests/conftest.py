@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import platformdirs
@@ -26,6 +28,13 @@ def _private_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVASIR_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("KVASIR_KERNELS", str(_MODEL_CACHE / "kernels"))  # they take a while to compile
     return
+
+
+@pytest.fixture
+def runtime() -> Iterator[Path]:
+    """A short private directory: a socket's path has at most 107 bytes."""
+    with tempfile.TemporaryDirectory(prefix="kv-") as directory:
+        yield Path(directory)
 
 
 @pytest.fixture(scope="session")

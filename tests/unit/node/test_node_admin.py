@@ -5,11 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import shutil
 import stat
 import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -34,11 +31,8 @@ SNAPSHOT = NodeSnapshot(
 
 
 @pytest.fixture
-def path() -> Iterator[Path]:
-    """A short private directory: a socket's path has at most 107 bytes."""
-    directory = Path(tempfile.mkdtemp(prefix="kv-"))
-    yield directory / "node.sock"
-    shutil.rmtree(directory)
+def path(runtime: Path) -> Path:
+    return runtime / "node.sock"
 
 
 async def status(_: control.Message) -> dict:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import signal
 import stat
 import sys
-import tempfile
 import textwrap
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
@@ -48,13 +46,6 @@ asyncio.run(main())
 @pytest.fixture
 def log_file(tmp_path: Path) -> Path:
     return tmp_path / "state" / "child.log"
-
-
-@pytest.fixture
-def runtime() -> Iterator[Path]:
-    directory = Path(tempfile.mkdtemp(prefix="kv-"))
-    yield directory
-    shutil.rmtree(directory)
 
 
 def child(log_file: Path, script: str, **options) -> ChildProcess:

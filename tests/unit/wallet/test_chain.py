@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Iterator
+from collections.abc import AsyncIterator, Awaitable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from chain_parts import POLL_S, SOL, new_address
 from solders.keypair import Keypair
 from solders.system_program import TransferParams, transfer
 
@@ -17,24 +18,6 @@ from kvasir_console.wallet.chain_errors import PreflightError
 from kvasir_console.wallet.token import DEVNET_MINT
 
 from ledger_process import HANG_UP, LedgerProcess, RpcProxy
-
-SOL = 10**9
-POLL_S = 0.02
-
-
-@pytest.fixture(scope="module")
-def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LedgerProcess]:
-    ledger = LedgerProcess(tmp_path_factory.mktemp("chain")).start()
-    yield ledger
-    ledger.stop()
-
-
-@pytest.fixture(scope="module")
-def quick(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LedgerProcess]:
-    """A ledger whose blockhashes expire in a second."""
-    ledger = LedgerProcess(tmp_path_factory.mktemp("quick"), slot_ms=5).start()
-    yield ledger
-    ledger.stop()
 
 
 def connect(process: LedgerProcess, url: str = "", **options: Any) -> Chain:
@@ -59,10 +42,6 @@ async def prepare_sol(chain: Chain, payer: Keypair, recipient: str, lamports: in
     to = Keypair().pubkey().from_string(recipient)
     instruction = transfer(TransferParams(from_pubkey=payer.pubkey(), to_pubkey=to, lamports=lamports))
     return await chain.prepare([instruction], [payer])
-
-
-def new_address() -> str:
-    return str(Keypair().pubkey())
 
 
 # -- reading -----------------------------------------------------------------------------------------------------

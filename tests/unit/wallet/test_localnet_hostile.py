@@ -29,14 +29,6 @@ from kvasir_console.wallet.localnet.server import MAX_BODY_BYTES
 
 from ledger_process import LedgerProcess
 
-
-@pytest.fixture(scope="module")
-def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LedgerProcess]:
-    ledger = LedgerProcess(tmp_path_factory.mktemp("rpc")).start()
-    yield ledger
-    assert ledger.stop() == 0
-
-
 CALL = {"jsonrpc": "2.0", "id": 7}
 HOSTILE: list[tuple[bytes, int]] = [
     (b"", -32700),

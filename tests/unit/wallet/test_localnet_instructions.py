@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -40,13 +40,6 @@ SOL = 10**9
 OWNER, MINT, FRIEND = Keypair(), Keypair(), Keypair().pubkey()
 MINT_RENT = 1_461_600
 """Lamports for 82 bytes on every public cluster."""
-
-
-@pytest.fixture(scope="module")
-def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LedgerProcess]:
-    ledger = LedgerProcess(tmp_path_factory.mktemp("words"), slot_ms=20).start()
-    yield ledger
-    ledger.stop()
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -29,13 +29,6 @@ from ledger_process import LedgerProcess
 
 SOL = 10**9
 WAIT_S = 30
-
-
-@pytest.fixture(scope="module")
-def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LedgerProcess]:
-    ledger = LedgerProcess(tmp_path_factory.mktemp("ws"), slot_ms=20).start()
-    yield ledger
-    assert ledger.stop() == 0
 
 
 def uri(process: LedgerProcess) -> str:

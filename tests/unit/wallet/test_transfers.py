@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import pytest
@@ -33,13 +33,6 @@ from ledger_process import LedgerProcess
 SUPPLY = 10**15
 """A thousand million KVR in micro-KVR, as the public token's."""
 TREASURY = Keypair.from_seed(bytes(range(32)))
-
-
-@pytest.fixture(scope="module")
-def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LedgerProcess]:
-    ledger = LedgerProcess(tmp_path_factory.mktemp("transfers")).start()
-    yield ledger
-    ledger.stop()
 
 
 @pytest.fixture

@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-stamp
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
+# The tests start a thousand processes: what they import is compiled once, whatever the surroundings prefer.
+export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: setup run test check lint types contracts unit soak native-peer clean
 
@@ -20,8 +22,9 @@ $(STAMP): pyproject.toml constraints.txt
 run: setup
 	@$(BIN)/kvasir-console local
 
+# A file's tests stay in one process: what they share is dear, a reference in float32 or a network of processes.
 test: check
-	@$(BIN)/python -m pytest tests/conformance tests/integration tests/screens
+	@$(BIN)/python -m pytest -n 2 --dist loadfile tests/conformance tests/integration tests/screens
 
 check: lint types contracts unit
 
@@ -35,9 +38,9 @@ types: setup
 contracts: setup
 	@$(BIN)/lint-imports
 
-# A third of their time is waiting, so that even two cores keep three processes busy.
+# Half of their time is waiting, so that even two cores keep four processes busy.
 unit: setup
-	@$(BIN)/python -m pytest -n 3 --dist worksteal tests/unit
+	@$(BIN)/python -m pytest -n 4 --dist worksteal tests/unit
 
 # What is too long for every day: random kills by the thousand, and the engine against a native build of llama.cpp.
 soak: setup native-peer

@@ -48,6 +48,9 @@ class PostgresqlServer:
             "listen_addresses=",
             f"unix_socket_directories={self._directory}",
             "fsync=off",
+            "full_page_writes=off",
+            "synchronous_commit=off",
+            "autovacuum=off",
             "max_connections=80",
         )
         with log.open("wb") as stream:

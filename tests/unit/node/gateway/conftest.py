@@ -9,10 +9,10 @@ import pytest
 from gateway_parts import tiny_models
 
 from kvasir_console.config import ServedModel
+from kvasir_console.node.gateway import tables
+from kvasir_console.node.gateway.store import Store
 
 import postgresql_server
-
-NewDatabase = Callable[[], str]
 
 
 @pytest.fixture(scope="session")
@@ -32,14 +32,24 @@ def postgresql() -> Iterator[postgresql_server.PostgresqlServer]:
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
-def new_database(request: pytest.FixtureRequest, tmp_path: Path) -> NewDatabase:
-    """Gives the URL of an empty database at each call."""
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Of an empty database."""
     if request.param == "postgresql":
-        return request.getfixturevalue("postgresql").url
-    numbers = iter(range(10**6))
-    return lambda: f"sqlite:///{tmp_path / 'data' / f'gateway{next(numbers)}.sqlite'}"
+        return request.getfixturevalue("postgresql").url()
+    return f"sqlite:///{tmp_path / 'data' / 'gateway.sqlite'}"
 
 
 @pytest.fixture
-def url(new_database: NewDatabase) -> str:
-    return new_database()
+def emptied(url: str) -> Iterator[Callable[[], Store]]:
+    """Gives one store, with nothing in its tables at each call: much cheaper than a new database."""
+    store = Store.open(url)
+
+    def empty() -> Store:
+        with store.write() as connection:
+            for table in reversed(tables.metadata.sorted_tables):
+                if table is not tables.facts:
+                    connection.execute(table.delete())
+        return store
+
+    yield empty
+    store.close()

@@ -106,11 +106,10 @@ def test_a_source_that_names_no_run_follows_the_contracts_rule(store: Store, cas
 
 @settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_nothing_is_lost_or_doubled_however_runs_are_read(new_database: Callable[[], str], data: st.DataObject) -> None:
+def test_nothing_is_lost_or_doubled_however_runs_are_read(emptied: Callable[[], Store], data: st.DataObject) -> None:
     """Readings of several runs, in any order, late and repeated: each run's largest reading is credited, once, and
     ``credited + carried`` is the exact amount."""
-    store = Store.open(new_database())
-    ledger = Ledger(store)
+    ledger = Ledger(emptied())
     largest: dict[str, int] = {}
     readings = data.draw(st.lists(st.tuples(st.sampled_from(["r1", "r2", "r3"]), st.integers(0, 10**12)), max_size=12))
     credited = 0
@@ -122,7 +121,6 @@ def test_nothing_is_lost_or_doubled_however_runs_are_read(new_database: Callable
     assert in_account == credited
     assert 0 <= carried < 1
     assert in_account + carried == Fraction(units) / 100
-    store.close()
 
 
 def test_rows_are_kept_apart_by_wallet_worker_and_kind(ledger: Ledger) -> None:
@@ -326,9 +324,9 @@ def test_the_database_itself_refuses_to_pay_out_more_than_was_credited(store: St
         st.tuples(st.sampled_from(["earn", "claim", "confirm", "fail", "expire"]), st.integers(1, 10**6)), max_size=25
     )
 )
-def test_money_is_conserved_whatever_happens(new_database: Callable[[], str], steps: list[tuple[str, int]]) -> None:
+def test_money_is_conserved_whatever_happens(emptied: Callable[[], Store], steps: list[tuple[str, int]]) -> None:
     """Credited = paid + open claims + pending, at every step; no claim is paid by two transactions."""
-    store = Store.open(new_database())
+    store = emptied()
     ledger = Ledger(store)
     counter, refusals = 0, set()
     for number, (step, amount) in enumerate(steps):
@@ -362,7 +360,6 @@ def test_money_is_conserved_whatever_happens(new_database: Callable[[], str], st
             .group_by(tables.attempts.c.claim_id)
         ).all()
     assert all(count == 1 for _, count in confirmed)
-    store.close()
 
 
 # -- the books -------------------------------------------------------------------------------------------------------
@@ -437,11 +434,10 @@ FORMULA_TIERS = {
     )
 )
 def test_credited_and_carried_are_the_formula_whatever_tiers_and_bonuses_a_worker_goes_through(
-    new_database: Callable[[], str], works: list[tuple[str, str, int, str, Fraction, bool]]
+    emptied: Callable[[], Store], works: list[tuple[str, str, int, str, Fraction, bool]]
 ) -> None:
     """Work of several runs, each piece at the tier and bonus of its reading, with claims in between."""
-    store = Store.open(new_database())
-    ledger, exact, counters = Ledger(store), dict[str, Fraction](), dict[tuple[str, str], int]()
+    ledger, exact, counters = Ledger(emptied()), dict[str, Fraction](), dict[tuple[str, str], int]()
     for worker, run_id, grown, tier, bonus, claims in works:
         counters[worker, run_id] = counters.get((worker, run_id), 0) + grown
         work = reading(counters[worker, run_id], run_id, worker_id=worker, perf_tps=SPEED[tier], bonus=bonus)
@@ -454,7 +450,6 @@ def test_credited_and_carried_are_the_formula_whatever_tiers_and_bonuses_a_worke
             ledger.reserve(ALICE.address, 1, NOW)
         assert ledger.audit() == ()
     assert sum(claim.micro_kvr for claim in ledger.claims()) == sum(row.claimed_micro_kvr for row in ledger.accounts())
-    store.close()
 
 
 def test_work_that_would_not_fit_a_column_is_refused_and_nothing_of_it_is_kept(ledger: Ledger) -> None:

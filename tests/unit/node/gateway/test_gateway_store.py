@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -254,8 +253,7 @@ def test_a_database_of_the_first_version_is_brought_up_to_date_with_all_it_holds
         upgraded.close()
 
 
-def test_gateways_that_start_at_once_make_one_database(new_database: Callable[[], str]) -> None:
-    url = new_database()
+def test_gateways_that_start_at_once_make_one_database(url: str) -> None:
     with ThreadPoolExecutor(4) as pool:
         stores = list(pool.map(lambda _: Store.open(url), range(4)))
     stores[0].set_fact("who", "first")

@@ -35,8 +35,8 @@ _FLAGS = (
 )
 """No contraction and nothing of ``-ffast-math``: the order of every sum is part of the result.
 
-Nothing is visible but the functions that Python calls: else the statics of inline functions would be one and the same in
-all builds that a process loads, and their layouts differ.
+Nothing is visible but the functions that Python calls: else the statics of inline functions would be one and the same
+in all builds that a process loads, and their layouts differ.
 """
 NATIVE = (("-march=native",), ("-mcpu=native",))
 """How compilers are told to use all this processor has; Apple's knows only the second."""

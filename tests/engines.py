@@ -8,7 +8,12 @@ import os
 import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
+from kvasir_console.engine.checkpoint.digest import model_digest
+from kvasir_console.engine.checkpoint.gguf import Checkpoint
+from kvasir_console.engine.checkpoint.shape import ModelShape
+from kvasir_console.engine.checkpoint.shard import write_expert_shard
 from kvasir_console.engine.process.client import DoneEvent, EngineClient, GenerateRequest
 from kvasir_console.relay.wire.preamble import Preamble
 
@@ -48,6 +53,36 @@ async def engine(runtime: Path, name: str) -> AsyncIterator[EngineProcess]:
         if process.returncode is None:
             process.kill()
             await process.wait()
+
+
+def expert_slice(
+    process: EngineProcess, model: Path, layer: int, begin: int = 0, end: int | None = None
+) -> dict[str, Any]:
+    """A shard of ``model`` for ``process``, written beside its sockets, as its ``load`` takes it; ``end`` is all."""
+    with Checkpoint.open(model) as checkpoint:
+        end = ModelShape.of(checkpoint).n_expert if end is None else end
+        path = process.data_socket.parent / f"L{layer}_{begin}-{end}.gguf"
+        write_expert_shard(checkpoint, path, model="tiny", layer=layer, begin=begin, end=end)
+    return {"path": str(path), "layer": layer, "experts": [begin, end]}
+
+
+async def hold(process: EngineProcess, model: Path, layer: int, begin: int = 0, end: int | None = None) -> None:
+    """Make ``process`` a worker of these experts, or of all."""
+    await process.client.load(model="tiny", role="experts", **expert_slice(process, model, layer, begin, end))
+
+
+def digest_of(model: Path) -> bytes:
+    with Checkpoint.open(model) as checkpoint:
+        return model_digest(checkpoint)
+
+
+async def connected(trunk: EngineProcess, count: int) -> None:
+    """Wait until ``trunk`` has so many slices at hand."""
+
+    async def live() -> bool:
+        return sum(each["connected"] for each in await trunk.client.coverage()) == count
+
+    await until(live)
 
 
 async def complete(client: EngineClient, request: GenerateRequest) -> DoneEvent:

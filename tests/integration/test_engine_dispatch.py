@@ -13,15 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvasir_console.engine.checkpoint.digest import model_digest
-from kvasir_console.engine.checkpoint.gguf import Checkpoint
-from kvasir_console.engine.checkpoint.shard import write_expert_shard
 from kvasir_console.engine.process.client import GenerateRequest
 from kvasir_console.errors import EngineError, KvasirError, RequestError
 from kvasir_console.relay.wire.preamble import Kind, Preamble, Wire
 
 import builders
-from engines import EngineProcess, Splice, complete, engine, until
+from engines import EngineProcess, Splice, complete, connected, digest_of, engine, expert_slice, hold, until
 
 N_LAYER, N_EXPERT, TOP_K, N_EMBD = 2, 4, 2, 64
 WALLET = "HAgk14JpMQLgt6rVgv7cBQFJWFto5Dqxi472uT3DKpqk"
@@ -48,18 +45,9 @@ async def load(process: EngineProcess, moe: Path, **policy: Any) -> None:
     await process.client.load(**fields, dispatch_timeout_s=30.0, dispatch_policy={"seed": 11, **policy})
 
 
-async def worker(process: EngineProcess, moe: Path, layer: int, begin: int, end: int) -> None:
-    shard = process.data_socket.parent / f"L{layer}_{begin}-{end}.gguf"
-    with Checkpoint.open(moe) as checkpoint:
-        write_expert_shard(checkpoint, shard, model="tiny", layer=layer, begin=begin, end=end)
-    await process.client.load(path=str(shard), model="tiny", role="experts", layer=layer, experts=[begin, end])
-
-
 def session(moe: Path, name: str, layer: int, begin: int, end: int, kind: Kind = Kind.DISPATCH) -> Preamble:
-    with Checkpoint.open(moe) as checkpoint:
-        digest = model_digest(checkpoint)
     wires = Wire.V1 | Wire.V2 | Wire.V2F16
-    return Preamble(kind, name, WALLET, digest, layer, begin, end, wires=wires)
+    return Preamble(kind, name, WALLET, digest_of(moe), layer, begin, end, wires=wires)
 
 
 def splice(
@@ -73,13 +61,6 @@ def splice(
     )
 
 
-async def connected(trunk: EngineProcess, count: int) -> None:
-    async def live() -> bool:
-        return sum(each["connected"] for each in await trunk.client.coverage()) == count
-
-    await until(live)
-
-
 def logits(path: str | None) -> np.ndarray:
     assert path is not None
     return np.load(path)
@@ -90,8 +71,8 @@ async def test_dispatched_experts_give_the_local_tokens_and_every_pair_is_counte
 ) -> None:
     local = await complete(trunk.client, LOCAL)
     async with engine(tmp_path / "a", "a") as one, engine(tmp_path / "b", "b") as two:
-        await worker(one, moe, 0, 0, 2)
-        await worker(two, moe, 1, 2, 4)
+        await hold(one, moe, 0, 0, 2)
+        await hold(two, moe, 1, 2, 4)
         async with splice(trunk, one, moe, "expert-a", 0, 0, 2), splice(trunk, two, moe, "expert-b", 1, 2, 4):
             await connected(trunk, 2)
             remote = await complete(trunk.client, NETWORK)
@@ -132,7 +113,7 @@ async def test_ids_shifted_on_the_wire_are_seen(trunk: EngineProcess, moe: Path,
     await load(trunk, moe, trial_pairs=0, check_share=0.0)
     local = await complete(trunk.client, LOCAL)
     async with engine(tmp_path / "a", "a") as one:
-        await worker(one, moe, 0, 0, 2)
+        await hold(one, moe, 0, 0, 2)
         async with splice(trunk, one, moe, "expert-a", 0, 0, 2) as joint:
             joint.tamper = shift_ids
             await connected(trunk, 1)
@@ -147,7 +128,7 @@ async def test_swapped_experts_are_seen(trunk: EngineProcess, moe: Path, tmp_pat
     await load(trunk, moe, trial_pairs=0, check_share=0.0)
     local = await complete(trunk.client, LOCAL)
     async with engine(tmp_path / "a", "a") as one:
-        await worker(one, moe, 0, 2, 4)
+        await hold(one, moe, 0, 2, 4)
         promised, held = session(moe, "expert-a", 0, 0, 2), session(moe, "expert-a", 0, 2, 4, Kind.EXPERTS)
         async with Splice(trunk.data_socket, promised, one.data_socket, held):
             await connected(trunk, 1)
@@ -161,7 +142,7 @@ async def test_the_other_wires_carry_the_same_computation(moe: Path, tmp_path: P
     async with engine(tmp_path / "trunk", "trunk") as trunk, engine(tmp_path / "a", "a") as one:
         fields = {"path": str(moe), "model": "tiny", "role": "stage", "layers": [0, N_LAYER]}
         await trunk.client.load(**fields, dispatch_wire=wire)
-        await worker(one, moe, 0, 0, 4)
+        await hold(one, moe, 0, 0, 4)
         local = await complete(trunk.client, LOCAL)
         async with splice(trunk, one, moe, "expert-a", 0, 0, 4):
             await connected(trunk, 1)
@@ -180,7 +161,7 @@ async def test_a_worker_killed_with_work_in_flight_changes_no_token(
 ) -> None:
     local = await complete(trunk.client, LOCAL)
     async with engine(tmp_path / "a", "a") as one:
-        await worker(one, moe, 0, 0, 4)
+        await hold(one, moe, 0, 0, 4)
         async with splice(trunk, one, moe, "expert-a", 0, 0, 4):
             await connected(trunk, 1)
             await complete(trunk.client, NETWORK)
@@ -211,8 +192,8 @@ async def test_a_replica_takes_over_what_a_dead_worker_held(trunk: EngineProcess
     await load(trunk, moe, trial_pairs=0)
     local = await complete(trunk.client, LOCAL)
     async with engine(tmp_path / "a", "a") as one, engine(tmp_path / "b", "b") as two:
-        await worker(one, moe, 0, 0, 4)
-        await worker(two, moe, 0, 0, 4)
+        await hold(one, moe, 0, 0, 4)
+        await hold(two, moe, 0, 0, 4)
         async with splice(trunk, one, moe, "expert-a", 0, 0, 4), splice(trunk, two, moe, "expert-b", 0, 0, 4):
             await connected(trunk, 2)
             os.kill(one.pid, signal.SIGSTOP)
@@ -257,7 +238,7 @@ async def test_quarantine_ends_a_session_and_refuses_it_from_then_on(
     trunk: EngineProcess, moe: Path, tmp_path: Path
 ) -> None:
     async with engine(tmp_path / "a", "a") as one:
-        await worker(one, moe, 0, 0, 2)
+        await hold(one, moe, 0, 0, 2)
         async with splice(trunk, one, moe, "expert-a", 0, 0, 2):
             await connected(trunk, 1)
             assert (await trunk.client.call("quarantine", session="expert-a"))["quarantined"]
@@ -293,12 +274,7 @@ async def test_one_engine_serves_experts_of_several_layers_and_counts_who_was_ch
     assert all(each["pairs_remote"] == [0] * N_EXPERT for each in before)
     assert (await trunk.client.stats())["experts"] is None  # many numbers, so only on demand
     async with engine(tmp_path / "a", "a") as one:
-        slices = []
-        for layer, begin, end in ((0, 0, 2), (1, 1, 4)):
-            shard = tmp_path / f"L{layer}.gguf"
-            with Checkpoint.open(moe) as checkpoint:
-                write_expert_shard(checkpoint, shard, model="tiny", layer=layer, begin=begin, end=end)
-            slices.append({"path": str(shard), "layer": layer, "experts": [begin, end]})
+        slices = [expert_slice(one, moe, *window) for window in ((0, 0, 2), (1, 1, 4))]
         info = await one.client.load(model="tiny", role="experts", slices=slices)
         assert [(each["layer"], each["experts"]) for each in info["slices"]] == [(0, [0, 2]), (1, [1, 4])]
         assert info["tensor_bytes"] == sum(each["tensor_bytes"] for each in info["slices"])
@@ -326,7 +302,7 @@ async def test_a_session_for_experts_that_are_not_held_is_not_served(
     moe: Path, tmp_path: Path, layer: int, begin: int, end: int
 ) -> None:
     async with engine(tmp_path / "a", "a") as one:
-        await worker(one, moe, 0, 0, 2)
+        await hold(one, moe, 0, 0, 2)
         reader, writer = await asyncio.open_unix_connection(str(one.data_socket))
         writer.write(session(moe, "x", layer, begin, end, Kind.EXPERTS).encode())
         served = (layer, begin) == (0, 1)

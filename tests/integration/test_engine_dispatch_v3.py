@@ -7,21 +7,18 @@ import asyncio
 import os
 import signal
 import struct
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kvasir_console.engine.checkpoint.digest import model_digest
-from kvasir_console.engine.checkpoint.gguf import Checkpoint
-from kvasir_console.engine.checkpoint.shard import write_expert_shard
 from kvasir_console.engine.process.client import DoneEvent, GenerateRequest
 from kvasir_console.relay.wire.preamble import Kind, Preamble, Wire
 
 import builders
-from engines import EngineProcess, Splice, complete, engine, until
+from engines import EngineProcess, Splice, complete, connected, digest_of, engine, expert_slice, until
 
 N_LAYER, N_EXPERT, TOP_K, N_EMBD = 2, 4, 2, 64
 WALLET = "HAgk14JpMQLgt6rVgv7cBQFJWFto5Dqxi472uT3DKpqk"
@@ -37,12 +34,6 @@ def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return builders.write_tiny_llama(path, n_layer=N_LAYER, n_expert=N_EXPERT, n_expert_used=TOP_K, seed=3)
 
 
-@pytest.fixture
-async def trunk(tmp_path: Path) -> AsyncIterator[EngineProcess]:
-    async with engine(tmp_path / "trunk", "trunk") as process:
-        yield process
-
-
 async def load(trunk: EngineProcess, moe: Path, dtype: str = "f32") -> None:
     await trunk.client.load(
         path=str(moe),
@@ -55,15 +46,8 @@ async def load(trunk: EngineProcess, moe: Path, dtype: str = "f32") -> None:
     )
 
 
-def shard(process: EngineProcess, model: Path, layer: int, begin: int, end: int) -> dict[str, Any]:
-    path = process.data_socket.parent / f"L{layer}_{begin}-{end}.gguf"
-    with Checkpoint.open(model) as checkpoint:
-        write_expert_shard(checkpoint, path, model="tiny", layer=layer, begin=begin, end=end)
-    return {"path": str(path), "layer": layer, "experts": [begin, end]}
-
-
 async def hold(process: EngineProcess, model: Path, windows: list[tuple[int, int, int]] = ALL) -> dict[str, Any]:
-    slices = [shard(process, model, *window) for window in windows]
+    slices = [expert_slice(process, model, *window) for window in windows]
     return await process.client.load(model="tiny", role="experts", slices=slices)
 
 
@@ -76,20 +60,12 @@ def join(
     held: list[tuple[int, int, int]] | None = None,
 ) -> Splice:
     """Splice a session that the hub admitted with ``windows`` to a worker whose node says it is for ``held``."""
-    with Checkpoint.open(moe) as checkpoint:
-        digest = model_digest(checkpoint)
+    digest = digest_of(moe)
     ends = [
         Preamble(kind, f"expert-{name}", WALLET, digest, *of[0], wires=Wire.V2 | Wire.V3, more=tuple(of[1:]))
         for kind, of in ((Kind.DISPATCH, windows), (Kind.EXPERTS, held or windows))
     ]
     return Splice(trunk.data_socket, ends[0], worker.data_socket, ends[1])
-
-
-async def connected(trunk: EngineProcess, slices: int) -> None:
-    async def live() -> bool:
-        return sum(each["connected"] for each in await trunk.client.coverage()) == slices
-
-    await until(live)
 
 
 def first_logits(done: DoneEvent) -> np.ndarray:

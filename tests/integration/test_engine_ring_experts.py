@@ -11,14 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from kvasir_console.engine.checkpoint.digest import model_digest
 from kvasir_console.engine.checkpoint.gguf import Checkpoint
-from kvasir_console.engine.checkpoint.shard import write_expert_shard, write_stage
+from kvasir_console.engine.checkpoint.shard import write_stage
 from kvasir_console.engine.process.client import EngineClient, GenerateRequest
 from kvasir_console.relay.wire.preamble import Kind, Preamble
 
 import builders
-from engines import EngineProcess, Splice, complete, engine, until
+from engines import EngineProcess, Splice, complete, digest_of, engine, hold, until
 
 N_LAYER, N_EXPERT, TOP_K = 2, 4, 2
 WALLET = "HAgk14JpMQLgt6rVgv7cBQFJWFto5Dqxi472uT3DKpqk"
@@ -49,8 +48,7 @@ class _Both:
 
 
 async def test_workers_of_both_stages_change_no_token_and_one_that_dies_neither(moe: Path, tmp_path: Path) -> None:
-    with Checkpoint.open(moe) as checkpoint:
-        digest = model_digest(checkpoint)
+    digest = digest_of(moe)
     async with engine(tmp_path / "whole", "w") as whole:
         await whole.client.load(path=str(moe), model="tiny", role="stage", layers=[0, N_LAYER])
         alone = await complete(whole.client, REQUEST)
@@ -60,7 +58,7 @@ async def test_workers_of_both_stages_change_no_token_and_one_that_dies_neither(
             await load_stage(stage, moe, rank)
         workers = [await stack.enter_async_context(engine(tmp_path / f"e{n}", "e")) for n in range(N_LAYER)]
         for layer, worker in enumerate(workers):
-            await load_experts(worker, moe, layer)
+            await hold(worker, moe, layer, 0, 3)
             told = Preamble(Kind.DISPATCH, f"expert-{layer}", WALLET, digest, layer, 0, 3)
             serves = Preamble(Kind.EXPERTS, f"expert-{layer}", WALLET, digest, layer, 0, 3)
             joint = WaitingSplice(stages[layer].data_socket, told, worker.data_socket, serves)
@@ -96,13 +94,6 @@ async def load_stage(stage: EngineProcess, moe: Path, rank: int) -> None:
         write_stage(checkpoint, file, model="tiny", begin=rank, end=rank + 1)
     ring = {"id": "r", "epoch": 1, "rank": rank, "size": N_LAYER, "n_layer": N_LAYER}
     await stage.client.load(path=str(file), model="tiny", role="stage", layers=[rank, rank + 1], ring=ring)
-
-
-async def load_experts(worker: EngineProcess, moe: Path, layer: int) -> None:
-    shard = worker.data_socket.parent / "shard.gguf"
-    with Checkpoint.open(moe) as checkpoint:
-        write_expert_shard(checkpoint, shard, model="tiny", layer=layer, begin=0, end=3)
-    await worker.client.load(path=str(shard), model="tiny", role="experts", layer=layer, experts=[0, 3])
 
 
 async def joined(stages: list[EngineProcess]) -> bool:

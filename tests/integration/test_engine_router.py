@@ -7,22 +7,20 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kvasir_console.engine.checkpoint.digest import model_digest
 from kvasir_console.engine.checkpoint.gguf import Checkpoint
-from kvasir_console.engine.checkpoint.shard import write_expert_shard
 from kvasir_console.engine.process.client import DoneEvent, GenerateRequest
 from kvasir_console.relay.wire import dispatch
 from kvasir_console.relay.wire.preamble import Kind, Preamble, Wire
 
 import builders
-from engines import EngineProcess, Splice, complete, engine, until
+from engines import EngineProcess, Splice, complete, digest_of, engine, hold, until
 
 N_LAYER, N_EXPERT, TOP_K, N_EMBD = 2, 8, 2, 64
 ALICE = "HAgk14JpMQLgt6rVgv7cBQFJWFto5Dqxi472uT3DKpqk"
@@ -36,12 +34,6 @@ NETWORK = GenerateRequest(prompt=PROMPT, max_tokens=24, trace=True, ignore_eos=T
 def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model") / "moe.gguf"
     return builders.write_tiny_llama(path, n_layer=N_LAYER, n_expert=N_EXPERT, n_expert_used=TOP_K, seed=3)
-
-
-@pytest.fixture
-async def trunk(tmp_path: Path) -> AsyncIterator[EngineProcess]:
-    async with engine(tmp_path / "trunk", "trunk") as process:
-        yield process
 
 
 async def load(trunk: EngineProcess, moe: Path, *, wire: str = "v2", timeout_s: float = 30.0, **policy: Any) -> None:
@@ -61,13 +53,6 @@ def evidence_of(trunk: EngineProcess) -> Path:
     return trunk.data_socket.parent / "evidence"
 
 
-async def hold(process: EngineProcess, model: Path, layer: int, begin: int = 0, end: int = N_EXPERT) -> None:
-    shard = process.data_socket.parent / f"L{layer}_{begin}-{end}.gguf"
-    with Checkpoint.open(model) as checkpoint:
-        write_expert_shard(checkpoint, shard, model="tiny", layer=layer, begin=begin, end=end)
-    await process.client.load(path=str(shard), model="tiny", role="experts", layer=layer, experts=[begin, end])
-
-
 def join(
     trunk: EngineProcess,
     worker: EngineProcess,
@@ -79,8 +64,7 @@ def join(
     begin: int = 0,
     end: int = N_EXPERT,
 ) -> Splice:
-    with Checkpoint.open(model) as checkpoint:
-        digest = model_digest(checkpoint)
+    digest = digest_of(model)
 
     def preamble(kind: Kind) -> Preamble:
         return Preamble(kind, name, wallet, digest, layer, begin, end, wires=Wire.V1 | Wire.V2 | Wire.V2F16)

@@ -11,15 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvasir_console.engine.checkpoint.digest import model_digest
-from kvasir_console.engine.checkpoint.gguf import Checkpoint
-from kvasir_console.engine.checkpoint.shard import write_expert_shard
 from kvasir_console.engine.process.client import DoneEvent, EngineClient, GenerateRequest, TokenEvent
 from kvasir_console.errors import EngineError, RequestError
 from kvasir_console.relay.wire.preamble import Kind, Preamble, Wire
 
 import builders
-from engines import EngineProcess, Splice, complete, engine, until
+from engines import EngineProcess, Splice, complete, digest_of, engine, hold, until
 
 N_LAYER = 2
 CHUNK = 256
@@ -332,12 +329,10 @@ async def test_each_request_is_told_its_own_pairs(moe: Path, tmp_path: Path) -> 
     """Two of four run at once over the network, two locally: pairs are counted for whoever they belong to."""
     async with engine(tmp_path / "t", "t") as trunk, engine(tmp_path / "w", "w") as worker:
         await load(trunk, moe)
-        shard = tmp_path / "shard.gguf"
-        with Checkpoint.open(moe) as checkpoint:
-            write_expert_shard(checkpoint, shard, model="tiny", layer=1, begin=1, end=4)
-            digest = model_digest(checkpoint)
-        await worker.client.load(path=str(shard), model="tiny", role="experts", layer=1, experts=[1, 4])
-        ends = [Preamble(kind, "x", "w", digest, 1, 1, 4, wires=Wire.V2) for kind in (Kind.DISPATCH, Kind.EXPERTS)]
+        await hold(worker, moe, 1, 1, 4)
+        ends = [
+            Preamble(kind, "x", "w", digest_of(moe), 1, 1, 4, wires=Wire.V2) for kind in (Kind.DISPATCH, Kind.EXPERTS)
+        ]
         requests = [
             replace(each, experts="network" if n % 2 else "local") for n, each in enumerate(mixture(4, tokens=30))
         ]

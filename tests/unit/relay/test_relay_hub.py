@@ -5,8 +5,6 @@ import logging
 import random
 import struct
 import tracemalloc
-from contextlib import asynccontextmanager
-from pathlib import Path
 
 import pytest
 from relay_parts import (
@@ -23,25 +21,15 @@ from relay_parts import (
     frame,
     until,
 )
+from uplink_parts import relay
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed
 
-from kvasir_console.relay.front import Front
-from kvasir_console.relay.hub import Hub, Refused
+from kvasir_console.relay.hub import Refused
 from kvasir_console.relay.wire.preamble import Kind, Preamble
 
 SESSION = "expert-node-1"
 TEXT, BINARY, CLOSE, PING, PONG = 1, 2, 8, 9, 10
-
-
-@asynccontextmanager
-async def relay(table, **options):
-    hub = Hub(table, **options)
-    async with Front(hub, Path("/nonexistent"), port=0) as front:
-        try:
-            yield hub, front.port
-        finally:
-            await hub.close()
 
 
 @pytest.fixture

@@ -4,14 +4,12 @@ import asyncio
 import random
 import struct
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import pytest
+import uplink_parts
 from relay_parts import RawClient, Table, digest, fill, frame, ring_target, until
 
 from kvasir_console.errors import NetworkError
-from kvasir_console.relay.front import Front
-from kvasir_console.relay.hub import Hub
 from kvasir_console.relay.wire import control
 
 RING = "ring-a"
@@ -24,12 +22,8 @@ async def relay(**options):
     table.edge(RING, 0)
     table.edge(RING, 1)
     table.entry(RING)
-    hub = Hub(table, **options)
-    async with Front(hub, Path("/nonexistent"), port=0) as front:
-        try:
-            yield hub, front.port
-        finally:
-            await hub.close()
+    async with uplink_parts.relay(table, **options) as parts:
+        yield parts
 
 
 @pytest.fixture

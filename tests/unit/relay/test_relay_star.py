@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from contextlib import asynccontextmanager
-from pathlib import Path
 
+import uplink_parts
 from relay_parts import WALLET, RawClient, Table, expert_target, frame, ring_target, until
 
 from kvasir_console.relay.authority import Admission
 from kvasir_console.relay.closing import CloseCode
-from kvasir_console.relay.front import Front
-from kvasir_console.relay.hub import Hub
 from kvasir_console.relay.wire.preamble import SIZE, Kind, Preamble
 
 STAR = "ring-a/experts/1"
@@ -26,12 +24,8 @@ async def relay(**options):
     for name in ("one", "two"):
         told = Preamble(Kind.DISPATCH, name, WALLET, layer=2, begin=0, end=4)
         table.admissions[name] = Admission(name, WALLET, preamble=told, star=STAR)
-    hub = Hub(table, **options)
-    async with Front(hub, Path("/nonexistent"), port=0) as front:
-        try:
-            yield hub, front.port
-        finally:
-            await hub.close()
+    async with uplink_parts.relay(table, **options) as parts:
+        yield parts
 
 
 def waits(port, slot):

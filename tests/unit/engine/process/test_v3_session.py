@@ -21,7 +21,7 @@ from kvasir_console.engine.process.compute import Compute
 from kvasir_console.engine.process.expert_server import ExpertServer
 from kvasir_console.engine.process.served import HeldBank
 from kvasir_console.engine.process.v3_link import V3Link
-from kvasir_console.engine.process.worker import SessionStats, Slice, Worker, WorkerError, choose_wire
+from kvasir_console.engine.process.worker import SessionStats, Slice, Worker, WorkerError
 from kvasir_console.relay.wire import dispatch_v3 as v3
 from kvasir_console.relay.wire.dispatch import Request
 from kvasir_console.relay.wire.dispatch_v3 import Hello
@@ -484,18 +484,3 @@ async def test_no_greeting_in_time_is_an_error() -> None:
         await link.open(timeout_s=0.01)
     link.close("")
     theirs.close()
-
-
-@pytest.mark.parametrize(
-    ("wanted", "spoken", "dtype", "wire"),
-    [
-        (Wire.V3, Wire.V1 | Wire.V2 | Wire.V2F16 | Wire.V3, Dtype.INT8, Wire.V3),
-        (Wire.V3, Wire.V2 | Wire.V2F16, Dtype.F32, Wire.V2),
-        (Wire.V3, Wire.V2 | Wire.V2F16, Dtype.INT8, Wire.V2F16),
-        (Wire.V3, Wire.V2, Dtype.F16, Wire.V2),
-        (Wire.V2F16, Wire.V2 | Wire.V3, Dtype.F32, Wire.V2),
-        (Wire.V1, Wire.V1 | Wire.V2, Dtype.F32, Wire.V1),
-    ],
-)
-def test_the_nearest_wire_that_both_speak(wanted: Wire, spoken: Wire, dtype: Dtype, wire: Wire) -> None:
-    assert choose_wire(wanted, spoken, dtype) is wire

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from kvasir_console.engine.process.worker import SessionStats, Slice, Worker, WorkerError
+from kvasir_console.engine.process.worker import SessionStats, Slice, Worker, WorkerError, choose_wire
 from kvasir_console.relay.wire import dispatch
 from kvasir_console.relay.wire.preamble import Kind, Preamble, Wire
+from kvasir_console.relay.wire.values import Dtype
 
 E, LAYER, BEGIN, END = 8, 3, 4, 8
 PREAMBLE = Preamble(Kind.DISPATCH, "expert-a", "wallet", bytes(32), LAYER, BEGIN, END)
@@ -189,3 +190,18 @@ async def test_a_layer_or_expert_it_does_not_hold_is_not_sent(joint: Joint) -> N
     with pytest.raises(dispatch.DispatchError):
         await joint.worker.ask(LAYER, outside)
     assert joint.stats.in_flight == 0
+
+
+@pytest.mark.parametrize(
+    ("wanted", "spoken", "dtype", "wire"),
+    [
+        (Wire.V3, Wire.V1 | Wire.V2 | Wire.V2F16 | Wire.V3, Dtype.INT8, Wire.V3),
+        (Wire.V3, Wire.V2 | Wire.V2F16, Dtype.F32, Wire.V2),
+        (Wire.V3, Wire.V2 | Wire.V2F16, Dtype.INT8, Wire.V2F16),
+        (Wire.V3, Wire.V2, Dtype.F16, Wire.V2),
+        (Wire.V2F16, Wire.V2 | Wire.V3, Dtype.F32, Wire.V2),
+        (Wire.V1, Wire.V1 | Wire.V2, Dtype.F32, Wire.V1),
+    ],
+)
+def test_the_nearest_wire_that_both_speak(wanted: Wire, spoken: Wire, dtype: Dtype, wire: Wire) -> None:
+    assert choose_wire(wanted, spoken, dtype) is wire

@@ -30,7 +30,7 @@ from kvasir_console.engine.quant.groups import FOUR_BIT, GROUP
 
 CHUNK_VALUES = 2**20
 """Values dequantised at a time, unless 16 rows have more."""
-_PIECE_VALUES = 2**24
+PIECE_VALUES = 2**24
 _INT4_ROWS = 64
 """Torch packs rows by so many; fewer at the end are filled up."""
 
@@ -142,7 +142,7 @@ class HalfLinear:
     def pack(cls, parts: Sequence[Rows]) -> HalfLinear:
         """Raises ``Unsuitable`` for a weight beyond the range of f16."""
         n_in, pieces = parts[0].n_in, []
-        for weight in _dequantised(parts, max(1, _PIECE_VALUES // n_in)):
+        for weight in dequantised(parts, max(1, PIECE_VALUES // n_in)):
             if not weight.abs().max() <= torch.finfo(torch.float16).max:  # nor if it is no number
                 raise UnsuitableError("a weight is beyond the range of f16")
             pieces.append(torch.ops.quantized.linear_prepack_fp16(weight, None))
@@ -252,7 +252,7 @@ class UnsuitableError(Exception):
     """A matrix cannot be held in a form, for a reason that only its values show."""
 
 
-def _dequantised(parts: Sequence[Rows], most: int) -> Iterator[Tensor]:
+def dequantised(parts: Sequence[Rows], most: int) -> Iterator[Tensor]:
     """The rows of all parts, one below the other, in tensors of at most ``most`` rows, f32."""
     pieces: list[Tensor] = []
     for part in parts:

@@ -38,8 +38,8 @@ class Forms:
 
 
 def eager(parts: Sequence[Rows], device: torch.device | str) -> Linear:
-    """The form without a compiler: 4-bit types as they are stored, other quants in 8 bits, f16 and bf16 in half
-    precision."""
+    """The form without a compiler: 4-bit types as they are stored, Q8_0 with a scale for each row, all others but
+    f32 in half precision."""
     if torch.device(device).type != "cpu" or all(part.type == GGMLType.F32 for part in parts):
         return DenseLinear.pack(parts, device)
     if Int4Linear.suits(parts):

@@ -7,7 +7,7 @@ f32. It is packed from the blocks of a file, a few rows at a time. The forms tha
     half    f16 values, f32 rows and sums (FBGEMM, x86 only)                    2
     int4    4-bit groups of Q4_0, Q4_1, Q4_K as stored; bf16 rows and scales    0.625
 
-and the one that needs a compiler is in ``native``. ``choice`` picks one.
+``int8`` has a module of its own, and the one that needs a compiler is in ``native``. ``choice`` picks one.
 
 Each gives a row the same bits in any company, as far as ``row_invariant`` can see on the machine at hand; between two
 forms the last bits differ.

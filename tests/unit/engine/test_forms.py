@@ -43,8 +43,9 @@ def test_every_type_has_a_form_everywhere(forms, kind):
     [
         ([Quant.Q4_0], "int4"),
         ([Quant.Q4_1, Quant.Q4_K], "int4"),
-        ([Quant.Q4_0, Quant.Q8_0], OTHER),
-        ([Quant.Q6_K], OTHER),
+        ([Quant.Q4_0, Quant.Q8_0], HALF),
+        ([Quant.Q8_0, Quant.Q8_0], OTHER),
+        ([Quant.Q6_K], HALF),
         ([Quant.F16], HALF),
         ([Quant.F32], "dense"),
     ],

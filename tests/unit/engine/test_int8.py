@@ -84,9 +84,9 @@ def test_weights_that_are_no_numbers_are_refused(worst):
         Int8Linear.pack([Rows(GGMLType.F32, 16, 32, lambda begin, end: values[begin:end].view(torch.uint8).clone())])
 
 
-def test_types_that_were_never_rounded_are_not_rounded_here():
-    assert Int8Linear.suits([part(Quant.Q8_0, 16, 32)[0], part(Quant.Q4_0, 16, 32)[0]])
-    assert not Int8Linear.suits([part(Quant.Q8_0, 16, 32)[0], part(Quant.F16, 16, 32)[0]])
+def test_other_types_are_not_rounded():
+    assert Int8Linear.suits([part(Quant.Q8_0, 16, 32)[0], part(Quant.Q8_0, 32, 32)[0]])
+    assert not Int8Linear.suits([part(Quant.Q8_0, 16, 32)[0], part(Quant.Q5_0, 16, 32)[0]])
 
 
 def test_digits_are_the_row():

@@ -10,6 +10,7 @@ three pairs or more of a row, the association of the additions differs, and with
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ from kvasir_console.engine.checkpoint.gguf import Checkpoint, TensorInfo
 from kvasir_console.engine.checkpoint.shard_info import EXPERT_TENSORS
 from kvasir_console.engine.checkpoint.window import expert_ranges
 from kvasir_console.engine.forms import REFERENCE, Forms
+from kvasir_console.engine.int8_experts import Int8Experts
 from kvasir_console.engine.kernels import swiglu
 from kvasir_console.engine.linear import Linear, Rows
 from kvasir_console.engine.native import Library, NativeExperts, NativeLinear
@@ -80,6 +82,7 @@ class ExpertBank:
         self._library = library
         self.compiled = None if library is None else _compiled(experts, library)
         """The experts as the compiled kernels take them, if all are in their form."""
+        self._int8 = Int8Experts.of([(expert.gate_up, expert.down) for expert in experts])
 
     @classmethod
     def load(
@@ -159,6 +162,8 @@ class ExpertBank:
         self.pairs += np.bincount(pair_ids, minlength=len(self.pairs))
         if self.compiled is not None:
             return self.compiled.outputs(rows.contiguous(), torch.from_numpy(pair_rows), torch.from_numpy(pair_ids))
+        if self._int8 is not None:
+            return self._int8.outputs(rows, pair_rows, list(_groups(pair_ids)))
         if len(rows) == 1 and len(set(pair_ids.tolist())) == len(pair_ids):
             each = [self._experts[expert](rows) for expert in pair_ids.tolist()]
             return torch.cat(each) if each else rows.new_empty(0, self.n_embd)
@@ -188,6 +193,11 @@ class ExpertBank:
     def routed(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """``ExpertCompute`` for a bank that holds the whole layer: (T, D), (T, K) and (T, K) to (T, D)."""
         T, K = ids.shape
+        if T == 1 and self._int8 is not None and weights.device == x.device:  # decoding: the same without its indices
+            chosen = [expert - self.begin for expert in ids[0].tolist()]
+            self.pairs[chosen] += 1
+            terms = self._int8.of_row(x, chosen).mul_(weights.reshape(K, 1))
+            return functools.reduce(torch.add, torch.split(terms, 1))
         row_idx = torch.arange(T).repeat_interleave(K)
         return self.weighted_sum(x, row_idx, ids.reshape(-1) - self.begin, weights.reshape(-1))
 

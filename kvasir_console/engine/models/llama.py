@@ -160,7 +160,9 @@ class Llama:
         if shape.expert_weights_norm:
             # Added one by one: the order is the same for any number of rows.
             weights = weights / functools.reduce(torch.add, weights.unbind(1)).unsqueeze(1)
-        return ids[:, : shape.n_expert_used], weights * shape.expert_weights_scale
+        if shape.expert_weights_scale != 1:
+            weights = weights * shape.expert_weights_scale
+        return ids[:, : shape.n_expert_used], weights
 
     def _angles(self, spans: Sequence[Span]) -> list[Tensor]:
         return [turns(positions(spans), self._frequencies)]

@@ -39,7 +39,12 @@ class Compute:
     thread, as long as none waits in the middle."""
 
     def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(max_workers=MAX_WAITING, thread_name_prefix="compute")
+        self._first = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
+        self._more = ThreadPoolExecutor(max_workers=MAX_WAITING, thread_name_prefix="compute-more")
+        """Whoever computes with OpenMP gets a team of threads for good, and with more threads than processors each team
+        sleeps between two operations, not only an idle one. So the first thread does all it can."""
+        self._first_away = False
+        """Whether the first thread is at work, or waits in the middle of some."""
         self._turn = threading.Condition()
         self._busy = False
         self._returning = 0
@@ -89,21 +94,26 @@ class Compute:
             items, self._items = list(self._items), deque()
         for item in items:
             item.future.cancel()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._first.shutdown(wait=False, cancel_futures=True)
+        self._more.shutdown(wait=False, cancel_futures=True)
 
     def _hire(self) -> None:
         """See that somebody does the work that waits. Called with the turn's lock."""
         if self._items and not self._working:
             self._working += 1
-            self._pool.submit(self._work)
+            pool = self._more if self._first_away else self._first
+            self._first_away = True
+            pool.submit(self._work, pool is self._first)
 
-    def _work(self) -> None:
-        """Do what has waited longest, until nothing waits or another thread is there to do it."""
+    def _work(self, first: bool) -> None:
+        """Do what has waited longest, until nothing waits; or, but for the first thread, another is there to do it."""
         while True:
             with self._turn:
                 self._turn.wait_for(lambda: not self._busy and not self._returning)
-                if not self._items or self._working > 1:
+                if not self._items or (self._working > 1 and not first):
                     self._working -= 1
+                    if first:
+                        self._first_away = False
                     return
                 self._busy = True
                 item = self._items.popleft()
@@ -118,7 +128,7 @@ class Compute:
     def _trim_if_idle(self, runs: int) -> None:
         if runs == self._runs:
             with contextlib.suppress(RuntimeError):  # the thread is gone with its engine
-                self._pool.submit(_trim)
+                self._first.submit(_trim)
 
 
 def _carry_out(item: _Item) -> None:

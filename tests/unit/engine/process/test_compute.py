@@ -33,6 +33,31 @@ async def test_work_runs_in_order_on_one_thread_without_autograd(compute: Comput
     assert results[0][0] != threading.current_thread().name
 
 
+async def test_work_that_comes_as_other_work_ends_stays_on_the_thread(compute: Compute) -> None:
+    async def one_by_one() -> set[int]:
+        return {await compute.run(threading.get_ident) for _ in range(300)}
+
+    threads = await asyncio.gather(*(one_by_one() for _ in range(3)))
+    assert len(set().union(*threads)) == 1
+
+
+async def test_the_first_thread_takes_its_work_back_when_it_returns_from_waiting(compute: Compute) -> None:
+    waiting, go_on = threading.Event(), threading.Event()
+
+    def step() -> int:
+        with compute.released():
+            waiting.set()
+            go_on.wait(10)
+        return threading.get_ident()
+
+    first = asyncio.create_task(compute.run(step))
+    await asyncio.to_thread(waiting.wait, 10)
+    other = await compute.run(threading.get_ident)
+    go_on.set()
+    assert other != await first
+    assert {await compute.run(threading.get_ident) for _ in range(50)} == {await first}
+
+
 async def test_an_error_reaches_who_asked(compute: Compute) -> None:
     with pytest.raises(ZeroDivisionError):
         await compute.run(lambda: 1 // 0)

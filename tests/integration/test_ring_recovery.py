@@ -359,3 +359,28 @@ async def test_requests_of_a_ring_that_stays_broken_end_with_a_reason(dense: Pat
             await client.answer(0, REQUESTS[0])
         assert refused.value.code == "ring_broken"
         await client.backend.close()
+
+
+async def test_an_edge_between_other_ranks_that_stays_lost_ends_requests_with_a_reason(
+    dense: Path, tmp_path: Path
+) -> None:
+    """Neither of rank 0's edges is touched, and its entry answers: it hears of the edge from its neighbours."""
+    async with ring(tmp_path, dense, WINDOWS, N_LAYER, recover_s=1.5) as three:
+        client = Client(three)
+        await client.start(5)
+        three.joints[1].held = True
+        three.joints[1].cut()
+        await until(lambda: client.backend.missing == "the edge between ranks 1 and 2 is lost", 30)
+        with pytest.raises(EngineError) as caught:
+            await client.answers
+        assert caught.value.code == "ring_broken"
+        assert "between ranks 1 and 2" in caught.value.message
+        first = await three.stages[0].stats()
+        assert (first["next_ready"], first["prev_ready"]) == (True, True)
+        with pytest.raises(EngineError) as refused:
+            await client.answer(0, REQUESTS[0])
+        assert refused.value.code == "ring_broken"
+        three.joints[1].held = False
+        await until(lambda: not client.backend.missing, 30)
+        assert len((await client.answer(0, REQUESTS[0])).tokens) == REQUESTS[0].max_tokens
+        await client.backend.close()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -46,6 +48,18 @@ async def all_of(net: RingNetwork, batch: Batch) -> list[Answer]:
 async def snapshot_says(net: RingNetwork, member: int, phase: Phase, why: str) -> bool:
     seen = await net.members[member].snapshot()
     return seen is not None and seen.state.phase is phase and why in seen.state.why
+
+
+async def rings_command(net: RingNetwork, *arguments: str) -> str:
+    """What ``kvasir-console rings`` prints on the operator's machine."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "kvasir_console", "rings", *arguments),
+        stdout=asyncio.subprocess.PIPE,
+        env=os.environ | net.operator.environment,
+    )
+    printed, _ = await process.communicate()
+    assert process.returncode == 0
+    return printed.decode()
 
 
 async def test_a_standby_takes_over_from_a_node_that_stays_dead(model: Path, tmp_path: Path) -> None:
@@ -92,3 +106,14 @@ async def test_a_standby_takes_over_from_a_node_that_stays_dead(model: Path, tmp
         await all_of(net, again)
         assert [run.tokens for run in again.runs] == [run.tokens for run in calm.runs]
         assert (await net.rings())[0]["generation"] == 2
+
+        # The operator gives it its window back, whoever is there.
+        told = await rings_command(net, "--move", "1", "--to", dead.address, "--json")
+        assert json.loads(told)["rings"][0]["stages"][1]["wallet"] == dead.address
+        await net.wait_until(partial(snapshot_says, net, 1, Phase.SERVING, ""), "it does not serve again")
+        last = Batch([Run(each) for each in made])
+        await all_of(net, last)
+        assert [run.tokens for run in last.runs] == [run.tokens for run in calm.runs]
+        shown = await rings_command(net)
+        assert f"layers 1 to 2  {dead.address}  connected" in shown
+        assert "generation 3: the operator asked for it" in shown

@@ -90,6 +90,10 @@ def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
             if arguments.rotate_hub_key:
                 return headless.rotate_hub_key()
             return headless.run_gateway(_load(arguments))
+        case "rings":
+            from kvasir_console.node.gateway import rings_command
+
+            return rings_command.run(arguments, _load(arguments))
         case "status":
             from kvasir_console import headless
 
@@ -159,6 +163,12 @@ def _parser() -> argparse.ArgumentParser:
         "--rotate-hub-key", action="store_true", help="give the hub a new signing key, signed for by the old one"
     )
     _setting_option(gateway, dest="command_set", default=argparse.SUPPRESS)
+    rings = commands.add_parser("rings", help="who serves the rings of this home's gateway (operators)")
+    rings.add_argument("--json", action="store_true")
+    rings.add_argument("--move", type=int, metavar="RANK", help="give a window to another wallet, now")
+    rings.add_argument("--to", metavar="WALLET", help="the wallet that it moves to")
+    rings.add_argument("--ring", default="", metavar="ID", help="the ring, if the gateway serves several")
+    _setting_option(rings, dest="command_set", default=argparse.SUPPRESS)
     status = commands.add_parser("status", help="the state of the node that runs with this KVASIR_HOME")
     status.add_argument("--json", action="store_true", help="print the whole snapshot as JSON")
     return parser

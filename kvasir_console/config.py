@@ -111,6 +111,8 @@ class ServedModel:
     """``trunk`` (this machine computes every layer and may dispatch experts) or ``ring`` (a plan's stages do)."""
     ring: tuple[tuple[str, int, int], ...] = ()
     """For a ring: (wallet, first layer, end layer) of each stage, in order."""
+    replicas: tuple[tuple[str, ...], ...] = ()
+    """For a ring: by stage, the wallets that stand by for it. In the file they follow the stage's layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +136,9 @@ class GatewayConfig:
     max_requests: int = 8
     """Requests of one model that run at once; as many as ``max_waiting`` more wait for their turn."""
     max_waiting: int = 16
+    standby_grace_s: float = 60.0
+    """How long the node of a ring's window may be gone before a wallet that stands by for it takes over (0: for ever).
+    Requests wait for 120 s, what the standby takes to load included."""
     dispatch_wire: str = "v3"
     """Wire asked of workers that speak it: ``v3``, ``v2`` (f32, exact), ``v2f16`` or ``v1``."""
     dispatch_dtype: str = "f32"
@@ -279,8 +284,12 @@ def _served_models(value: Any, where: str) -> tuple[ServedModel, ...]:
             raise ConfigError("wrong_type", f"{where} must be an array of tables ([[gateway.models]]).")
         for key in entry:
             _check_name(key, known, "key", where)
+        if "replicas" in entry:
+            raise ConfigError("unknown_key", f"{where}: wallets that stand by follow a stage's layers in ring.")
         texts = {key: _coerce(str, text, f"{where} {key}") for key, text in entry.items() if key != "ring"}
-        model = ServedModel(**texts, ring=_ring(entry.get("ring", []), where))
+        stages = _ring(entry.get("ring", []), where)
+        replicas = tuple(stage[3:] for stage in stages)
+        model = ServedModel(**texts, ring=tuple(stage[:3] for stage in stages), replicas=replicas)
         if not model.id or not model.path or model.placement not in ("trunk", "ring"):
             raise ConfigError(
                 "served_model_incomplete",
@@ -292,12 +301,17 @@ def _served_models(value: Any, where: str) -> tuple[ServedModel, ...]:
     return tuple(models)
 
 
-def _ring(value: Any, where: str) -> tuple[tuple[str, int, int], ...]:
+def _ring(value: Any, where: str) -> tuple[tuple[Any, ...], ...]:
+    """(wallet, first layer, end layer, wallets that stand by ...) of each stage."""
     stages = value if isinstance(value, list) else [value]
     for stage in stages:
-        if not isinstance(stage, list) or [type(part) for part in stage] != [str, int, int]:
-            raise ConfigError("wrong_type", f"{where}: each stage of a ring is [wallet, first layer, end layer].")
-    return tuple((wallet, begin, end) for wallet, begin, end in stages)
+        types = [type(part) for part in stage] if isinstance(stage, list) else []
+        if types[:3] != [str, int, int] or any(kind is not str for kind in types[3:]):
+            raise ConfigError(
+                "wrong_type",
+                f"{where}: each stage of a ring is [wallet, first layer, end layer], and wallets that stand by for it.",
+            )
+    return tuple(tuple(stage) for stage in stages)
 
 
 def _from_text(section: str, key: str, text: str, source: str) -> Any:
@@ -353,6 +367,7 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "gateway.max_requests": (1, 65535),
     "gateway.max_waiting": (0, 65535),
     "gateway.settlement_poll_s": (0.1, 3600),
+    "gateway.standby_grace_s": (0, 86400),
 }
 _SECTIONS: dict[str, Any] = {
     "network": NetworkConfig,

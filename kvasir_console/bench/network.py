@@ -53,6 +53,9 @@ class Layout:
     windows: Sequence[tuple[int, int]]
     """Layers [begin, end) of each stage; one window for the whole model is a ring of one."""
     workers: int = 0
+    standbys: int = 0
+    """Nodes that stand by for every window."""
+    standby_grace_s: float = 60.0
     max_experts: int = 64
     """Most experts a worker takes, of one layer."""
     rtt_ms: float = 0.0
@@ -66,11 +69,13 @@ class Layout:
 
 
 class Kept:
-    """A process that is started again whenever it ends."""
+    """A process that is started again whenever it ends, while ``keep`` is set."""
 
     def __init__(self, child: ChildProcess, say: Say) -> None:
         self.child = child
         self.restarts = 0
+        self.keep = asyncio.Event()
+        self.keep.set()
         self.ended_s = -inf
         """When it last ended, on the event loop's clock."""
         self._say = say
@@ -81,6 +86,7 @@ class Kept:
             report = await self.child.wait()
             self.ended_s = asyncio.get_running_loop().time()
             self.restarts += 1
+            await self.keep.wait()
             self._say(f"{report.reason} It is started again.")
             await self.child.start()
 
@@ -111,18 +117,21 @@ class RingNetwork:
 
     @property
     def members(self) -> tuple[Member, ...]:
-        """Stages by rank, then workers."""
-        return (*self.stages, *self.workers)
+        """Stages by rank, then workers, then nodes that stand by."""
+        return (*self.stages, *self.workers, *self.standbys)
 
     async def _start(self) -> None:
         self.directory = private_directory(self._keep or Path(tempfile.mkdtemp(prefix="kvb-")))
         if self._keep is None:
             self._stack.callback(shutil.rmtree, self.directory, ignore_errors=True)
         layout, stages = self.layout, len(self.layout.windows)
-        names = ["gateway", *(f"stage-{n}" for n in range(stages)), *(f"worker-{n}" for n in range(layout.workers))]
+        kinds = (("stage", stages), ("worker", layout.workers), ("standby", layout.standbys))
+        names = ["gateway", *(f"{kind}-{n}" for kind, count in kinds for n in range(count))]
         self.certificates: Certificates = make_certificates(self.directory, [_address(n) for n in range(len(names))])
         made = [await asyncio.to_thread(make_member, self.directory, name) for name in names]
-        self.operator, self.stages, self.workers = made[0], made[1 : 1 + stages], made[1 + stages :]
+        self.operator, self.stages = made[0], made[1 : 1 + stages]
+        self.workers = made[1 + stages : 1 + stages + layout.workers]
+        self.standbys = made[1 + stages + layout.workers :]
         for member in made:
             self._stack.callback(member.forget)
         self.port = free_port()
@@ -141,7 +150,9 @@ class RingNetwork:
         layout, operator = self.layout, self.operator
         token_file = operator.paths.state / "service-token"
         self.service_token = secret_file(token_file)
-        ring = [[member.address, *window] for member, window in zip(self.stages, layout.windows, strict=True)]
+        standbys = [member.address for member in self.standbys]
+        named = zip(self.stages, layout.windows, strict=True)
+        ring = [[member.address, *window, *standbys] for member, window in named]
         served = [{"id": self.model_id, "path": str(layout.model), "placement": "ring", "ring": ring}]
         if layout.whole_threads:
             served.append({"id": self.whole_id, "path": str(layout.model), "placement": "trunk"})
@@ -158,6 +169,7 @@ class RingNetwork:
                     "settlement_poll_s": 5.0,
                     "service_token_file": str(token_file),
                     "max_requests": layout.max_requests,
+                    "standby_grace_s": layout.standby_grace_s,
                     "models": served,
                 }
             }
@@ -176,7 +188,7 @@ class RingNetwork:
                 },
                 "node": {
                     "name": member.name,
-                    "serve": "ring" if member in self.stages else "experts",
+                    "serve": "experts" if member in self.workers else "ring",
                     "max_experts": self.layout.max_experts,
                     "poll_s": 2.0,
                     "retry_s": 0.3,
@@ -206,8 +218,10 @@ class RingNetwork:
             await asyncio.sleep(0.2)
 
     async def whole(self) -> bool:
-        """Whether every node serves, the ring answers and every worker is joined to its stage."""
-        snapshots = await asyncio.gather(*(member.snapshot() for member in self.members))
+        """Whether every node serves, the ring answers, every worker is joined to its stage and standbys are ready."""
+        if not await self._standbys_ready():
+            return False
+        snapshots = await asyncio.gather(*(member.snapshot() for member in (*self.stages, *self.workers)))
         if not all(each is not None and each.state.phase is Phase.SERVING for each in snapshots):
             return False
         try:
@@ -220,6 +234,20 @@ class RingNetwork:
         if not all(ring.get("next_ready") and ring.get("prev_ready") for ring in rings):
             return False
         return sum(1 for each in await self.coverage() if each["connected"]) >= len(self.workers)
+
+    async def _standbys_ready(self) -> bool:
+        if not self.standbys:
+            return True
+        try:
+            rings = await self.rings()
+        except KvasirError:
+            return False
+        return all(each["ready"] for ring in rings for stage in ring["stages"] for each in stage["replicas"])
+
+    async def rings(self) -> list[dict[str, Any]]:
+        """What the gateway says of its rings. Raises ``KvasirError``."""
+        found: list[dict[str, Any]] = (await self.client.get("/api/rings"))["rings"]
+        return found
 
     async def engine_stats(self, member: Member) -> dict[str, Any] | None:
         """The counters of a member's engine, ``None`` if it does not answer."""

@@ -238,7 +238,9 @@ class RingHolding:
             self.plan.model_digest,
             len(self.plan.stages),
         )
-        return same and plan.stage_of(self.wallet) == self.stage and plan.generation > self.plan.generation
+        stage = plan.stage_of(self.wallet)
+        moved = stage is None or stage.window != self.stage.window
+        return same and not moved and plan.generation > self.plan.generation
 
     def coverage(self) -> dict[str, Any]:
         return {"model": self.plan.model, "segments": [], "n_layer": self.plan.n_layer}
@@ -288,7 +290,13 @@ def ring_fields(plan: Plan, stage: PlannedStage) -> dict[str, Any]:
 
 
 def choose_plan(signed: Iterable[Mapping[str, Any]], hub_key: str, wallet: str, pin: Path) -> Plan | None:
-    """The first plan that names ``wallet``, verified with the hub key pinned on first sight in the file ``pin``.
+    """The first plan that gives ``wallet`` a window, out of ``verified_plans``."""
+    plans = verified_plans(signed, hub_key, pin)
+    return next((plan for plan in plans if plan.stage_of(wallet) is not None), None)
+
+
+def verified_plans(signed: Iterable[Mapping[str, Any]], hub_key: str, pin: Path) -> list[Plan]:
+    """Plans, verified with the hub key pinned on first sight in the file ``pin``.
 
     Raises:
         NetworkError: the gateway announces another hub key than the pinned one, or a plan's signature is wrong.
@@ -296,9 +304,9 @@ def choose_plan(signed: Iterable[Mapping[str, Any]], hub_key: str, wallet: str, 
     """
     offered = list(signed)
     if not offered or not hub_key:
-        return None
+        return []
     known = HubPin(pin)
     known.follow(hub_key, ())
     plans = [verify_plan(plan, hub_key) for plan in offered]
     known.keep(hub_key)
-    return next((plan for plan in plans if plan.stage_of(wallet) is not None), None)
+    return plans

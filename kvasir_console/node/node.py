@@ -19,7 +19,6 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TypeVar
 
 import psutil
@@ -27,16 +26,33 @@ import psutil
 from kvasir_console import __version__
 from kvasir_console.config import Config
 from kvasir_console.engine.process.client import EngineClient
-from kvasir_console.errors import ConfigError, EngineError, KvasirError, NetworkError, WalletError
+from kvasir_console.errors import (
+    ConfigError,
+    EngineError,
+    KvasirError,
+    ModelError,
+    NetworkError,
+    SystemResourceError,
+    WalletError,
+)
 from kvasir_console.node import hardware, phase
 from kvasir_console.node.accounts import Accounts
 from kvasir_console.node.admin import Handler
+from kvasir_console.node.ahead import Ahead, as_if_served, identity
 from kvasir_console.node.credentials import Credentials
-from kvasir_console.node.holding import ExpertHolding, Holding, RelaySession, RingHolding, choose_plan, ring_fields
+from kvasir_console.node.holding import (
+    ExpertHolding,
+    Holding,
+    RelaySession,
+    RingHolding,
+    choose_plan,
+    ring_fields,
+    verified_plans,
+)
 from kvasir_console.node.hubpin import HubPin
 from kvasir_console.node.market import USER_AGENT, Assignment, GatewayInfo, Market
 from kvasir_console.node.phase import Phase
-from kvasir_console.node.placement.plan import Plan
+from kvasir_console.node.placement.plan import Plan, PlannedStage
 from kvasir_console.node.signing import WalletSigner
 from kvasir_console.node.snapshot import DownloadView, MachineView, NodeSnapshot, RelayView
 from kvasir_console.node.star import Star
@@ -56,6 +72,8 @@ log = logging.getLogger(__name__)
 LOG_LINES = 200
 DRAIN_S = 1.5
 """How long trunks are waited for when the node stops."""
+STANDBY_POLL_S = 5.0
+"""How often a node that stands by asks for the plan, at least."""
 QUICK_KINDS = (Kind.RING_NEXT, Kind.RING_PREV, Kind.ENTRY)
 QUICK_REDIAL_S = (0.25, 5.0)
 """A ring stands still while an edge is dialled again: its sessions wait no longer than this."""
@@ -97,6 +115,7 @@ class Node:
         self._holding: Holding | None = None
         self._verified: tuple[int, ...] | None = None
         """Identity of the slice's files when they were verified."""
+        self._ahead = Ahead()
         self._uplinks: dict[Uplink, asyncio.Task[None]] = {}
         self._waiting: dict[Uplink, asyncio.Task[None]] = {}
         """A ring stage's sessions for workers (``star``): it serves whether or not any worker came."""
@@ -296,10 +315,12 @@ class Node:
         serve = self._config.node.serve
         while True:
             if serve in ("auto", "ring") and info.placement:
-                plan = await self._planned(info)
-                if plan is not None:
-                    engine = self._config.engine
-                    return RingHolding(plan, self.wallet, engine.context_length, engine.kv_budget_bytes)
+                plans = await self._plans(info)
+                if (plan := next((each for each in plans if each.stage_of(self.wallet)), None)) is not None:
+                    return self._window(plan)
+                if (plan := next((each for each in plans if each.stands_by(self.wallet)), None)) is not None:
+                    await self._stand_by(plan, info)
+                    continue
             reason = "No signed plan names this wallet."
             if serve in ("auto", "experts"):
                 answer = await self._with_token(self._volunteer)
@@ -311,8 +332,40 @@ class Node:
             await self._heartbeat(None, info)
             await self._pause(self._config.node.poll_s)
 
+    def _window(self, plan: Plan) -> RingHolding:
+        """The window that a plan gives this wallet, with its file if it was fetched while the node stood by."""
+        engine = self._config.engine
+        holding = RingHolding(plan, self.wallet, engine.context_length, engine.kv_budget_bytes)
+        if (found := self._ahead.find(plan, holding.stage)) is not None:
+            holding.file, self._verified = found
+        return holding
+
+    async def _stand_by(self, plan: Plan, info: GatewayInfo) -> None:
+        """Have the windows ready that this wallet stands by for, say so, and wait a while."""
+        windows = plan.stands_by(self.wallet)
+        named = ", ".join(f"layers {stage.begin} to {stage.end - 1}" for stage in windows)
+        why, ready = f"Stands by for {named} of {plan.model}.", True
+        try:
+            for stage in windows:
+                await self._fetch_ahead(plan, stage)
+        except (SystemResourceError, ModelError) as error:
+            why, ready = f"Cannot stand by for {named} of {plan.model}: {error.message}", False
+        self._enter(Phase.VOLUNTEERING, why, "The gateway's plan says when this node takes over.")
+        await self._heartbeat(None, info, stands_by=plan if ready else None)
+        await self._pause(min(self._config.node.poll_s, STANDBY_POLL_S))
+
+    async def _fetch_ahead(self, plan: Plan, stage: PlannedStage) -> None:
+        if self._ahead.find(plan, stage) is None:
+            holding = as_if_served(plan, stage, self.wallet)
+            await self._fetch(holding)
+            self._ahead.keep(plan, stage, holding.file)
+
+    async def _plans(self, info: GatewayInfo) -> list[Plan]:
+        """The signed plans that name this wallet, for a window or to stand by for one."""
+        return verified_plans(await self._with_token(self._market.placements), info.hub_key, self._pin_file)
+
     async def _planned(self, info: GatewayInfo) -> Plan | None:
-        """The signed plan that names this wallet."""
+        """The signed plan that gives this wallet a window."""
         plans = await self._with_token(self._market.placements)
         return choose_plan(plans, info.hub_key, self.wallet, self._pin_file)
 
@@ -331,7 +384,7 @@ class Node:
         return tuple(taken[1:])
 
     async def _fetch(self, holding: Holding) -> None:
-        if holding.fetched and self._verified == _identity(holding.fetched):
+        if holding.fetched and self._verified == identity(holding.fetched):
             return  # the very files that were verified: only their engine was lost
         self._enter(Phase.DOWNLOADING, f"Fetching {holding.describe()}.")
         budget = hardware.budget_bytes(hardware.probe(self._config.engine.device), self._config.node.memory_budget_mib)
@@ -345,7 +398,7 @@ class Node:
             self._holding = None  # another slice may do better than the same one again
             raise
         else:
-            self._verified = _identity(holding.fetched)
+            self._verified = identity(holding.fetched)
         finally:
             self._download = None
 
@@ -391,8 +444,11 @@ class Node:
         holding.plan = plan
         self._note(f"The ring {plan.ring} is at generation {plan.generation}; this window stays.")
 
-    async def _heartbeat(self, holding: Holding | None, info: GatewayInfo) -> bool:
-        """One coverage report; whether the gateway has sessions wired for what is held."""
+    async def _heartbeat(self, holding: Holding | None, info: GatewayInfo, stands_by: Plan | None = None) -> bool:
+        """One coverage report; whether the gateway has sessions wired for what is held.
+
+        A node that has what it stands by for says so, and names the plan's model (``stands_by``).
+        """
         machine = hardware.probe(self._config.engine.device)
         report = {
             "worker_id": self.worker_id,
@@ -401,7 +457,7 @@ class Node:
             "device_kind": machine.device_kind,
             "accelerator": machine.accelerator,
             "backend": machine.backend,
-            **(holding.coverage() if holding is not None else {"model": "none", "segments": []}),
+            **(holding.coverage() if holding is not None else _nothing_held(stands_by)),
         }
         if not info.dispatch_wires:
             report.pop("wires", None)  # an extension, used only where it is announced
@@ -475,8 +531,10 @@ class Node:
         closed = state.last_close is not None and state.phase is UplinkPhase.WAITING
         why = state.last_close.text if closed and state.last_close is not None else ""
         self._note(f"Relay session {state.session}: {state.phase.value}. {why}".strip())
-        if state.last_close is not None and state.last_close.code == CloseCode.UNKNOWN_SESSION:
-            self._wake.set()  # the gateway forgot this node: report again at once
+        code = None if state.last_close is None else state.last_close.code
+        moved = code == CloseCode.FORBIDDEN and isinstance(self._holding, RingHolding)
+        if moved or code == CloseCode.UNKNOWN_SESSION:
+            self._wake.set()  # the gateway forgot this node, or gave its window to another: ask at once
         self._note_serving()
 
     def _note_serving(self) -> None:
@@ -613,13 +671,11 @@ class Node:
         self._wake.clear()
 
 
-def _identity(files: tuple[Path, ...]) -> tuple[int, ...] | None:
-    """Changes whenever the content of one of the files may have."""
-    try:
-        found = [file.stat() for file in files]
-    except OSError:
-        return None
-    return tuple(part for each in found for part in (each.st_dev, each.st_ino, each.st_size, each.st_mtime_ns))
+def _nothing_held(stands_by: Plan | None) -> dict[str, object]:
+    """What a node reports that serves nothing."""
+    if stands_by is None:
+        return {"model": "none", "segments": []}
+    return {"model": stands_by.model, "segments": [], "stands_by": True}
 
 
 def _relay_view(state: UplinkState, now_s: float) -> RelayView:

@@ -226,24 +226,62 @@ async def test_a_hub_that_dies_takes_every_edge_and_the_entry(three: Ring, alone
     assert max(each["recomputed_rows"] for each in stats) <= 9 * COUNT
 
 
+async def asked(client: Client, keyed: list[GenerateRequest], at_least: int) -> list[asyncio.Task[DoneEvent]]:
+    """Send requests through one gateway, and wait until each has answered so many tokens."""
+    client.seen = [0] * len(keyed)
+    await client.backend.limits()
+    tasks = [asyncio.create_task(client.answer(n, each)) for n, each in enumerate(keyed)]
+    await until(lambda: min(client.seen) >= at_least, 60)
+    return tasks
+
+
+async def dies(client: Client, tasks: list[asyncio.Task[DoneEvent]]) -> None:
+    """What is left of a gateway's process that was killed: it cancels nothing."""
+    assert max(client.seen) < REQUESTS[0].max_tokens
+    client.backend._client._writer.transport.abort()
+    client.backend._beats.cancel()
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
 async def test_a_gateway_that_dies_is_asked_again_by_another(three: Ring, alone: list[DoneEvent]) -> None:
     """Callers send the same key again: the answers that are being given are told from their beginning."""
     first, second = Client(three), Client(three)
     keyed = [replace(each, key=1 + n) for n, each in enumerate(REQUESTS)]
-    await first.backend.limits()
-    asked = [asyncio.create_task(first.answer(n, each)) for n, each in enumerate(keyed)]
-    await until(lambda: min(first.seen) >= 10, 60)
-    assert max(first.seen) < REQUESTS[0].max_tokens
-    first.backend._client._writer.transport.abort()  # what is left of a process that was killed: it cancels nothing
-    first.backend._beats.cancel()
-    for task in asked:
-        task.cancel()
-    await asyncio.gather(*asked, return_exceptions=True)
+    await dies(first, await asked(first, keyed, 10))
     second.answers = asyncio.gather(*(second.answer(n, each) for n, each in enumerate(keyed)))
     await second.end(alone)
     await three.empty()
     stats = await three.stats()
     assert [each["recomputed_rows"] for each in stats] == [0, 0, 0]
+
+
+async def test_a_gateway_that_dies_after_rank_0_did_finds_every_answer(three: Ring, alone: list[DoneEvent]) -> None:
+    """The new rank 0 was given the tokens until then: it tells those too, and begins nothing anew for them."""
+    first, second = Client(three), Client(three)
+    keyed = [replace(REQUESTS[n % COUNT], key=1 + n) for n in range(8 * COUNT)]
+    tasks = await asked(first, keyed, 10)
+    three.stages[0].signal(signal.SIGKILL)
+    before = list(first.seen)
+    await until(lambda: all(now >= then + 2 for now, then in zip(first.seen, before, strict=True)), 60)
+    assert three.stages[0].lives == 2
+    await dies(first, tasks)
+    admitted = await _admitted(three)
+    rows = [each["recomputed_rows"] for each in await three.stats()]
+    second.seen = [0] * len(keyed)
+    answers = await asyncio.gather(*(second.answer(n, each) for n, each in enumerate(keyed)))
+    assert [each.tokens for each in answers] == [alone[n % COUNT].tokens for n in range(len(keyed))]
+    assert await _admitted(three) == admitted
+    assert [each["recomputed_rows"] for each in await three.stats()] == rows
+    await second.backend.close()
+    await three.empty()
+
+
+async def _admitted(network: Ring) -> int:
+    """Requests that rank 0 has begun."""
+    assert network.stages[0].client is not None
+    return (await network.stages[0].client.stats())["serving"]["admitted"]
 
 
 async def test_a_rank_that_was_replaced_wakes_up_and_can_do_nothing(
@@ -320,4 +358,29 @@ async def test_requests_of_a_ring_that_stays_broken_end_with_a_reason(dense: Pat
         with pytest.raises(EngineError) as refused:
             await client.answer(0, REQUESTS[0])
         assert refused.value.code == "ring_broken"
+        await client.backend.close()
+
+
+async def test_an_edge_between_other_ranks_that_stays_lost_ends_requests_with_a_reason(
+    dense: Path, tmp_path: Path
+) -> None:
+    """Neither of rank 0's edges is touched, and its entry answers: it hears of the edge from its neighbours."""
+    async with ring(tmp_path, dense, WINDOWS, N_LAYER, recover_s=1.5) as three:
+        client = Client(three)
+        await client.start(5)
+        three.joints[1].held = True
+        three.joints[1].cut()
+        await until(lambda: client.backend.missing == "the edge between ranks 1 and 2 is lost", 30)
+        with pytest.raises(EngineError) as caught:
+            await client.answers
+        assert caught.value.code == "ring_broken"
+        assert "between ranks 1 and 2" in caught.value.message
+        first = await three.stages[0].stats()
+        assert (first["next_ready"], first["prev_ready"]) == (True, True)
+        with pytest.raises(EngineError) as refused:
+            await client.answer(0, REQUESTS[0])
+        assert refused.value.code == "ring_broken"
+        three.joints[1].held = False
+        await until(lambda: not client.backend.missing, 30)
+        assert len((await client.answer(0, REQUESTS[0])).tokens) == REQUESTS[0].max_tokens
         await client.backend.close()

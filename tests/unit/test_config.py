@@ -166,11 +166,12 @@ def test_served_models_are_read(file):
     file.write_text(
         '[[gateway.models]]\nid = "moe"\npath = "/m.gguf"\n'
         '[[gateway.models]]\nid = "ring"\npath = "/r.gguf"\nplacement = "ring"\n'
-        f'ring = [["{WALLET}", 0, 15], ["{WALLET}", 15, 30]]\n'
+        f'ring = [["{WALLET}", 0, 15], ["{WALLET}", 15, 30, "first", "second"]]\n'
     )
     moe, ring = config.load(file, {}).gateway.models
     assert (moe.id, moe.path, moe.placement, moe.ring) == ("moe", "/m.gguf", "trunk", ())
     assert ring.ring == ((WALLET, 0, 15), (WALLET, 15, 30))
+    assert ring.replicas == ((), ("first", "second"))
 
 
 @pytest.mark.parametrize(
@@ -185,6 +186,8 @@ def test_served_models_are_read(file):
         ("{id = 'a', path = '/x', ring = ['w', 0, 1]}", "wrong_type"),
         ("{id = 'a', path = '/x', ring = [['w', 0]]}", "wrong_type"),
         ("{id = 'a', path = '/x', ring = [['w', 0, 1.5]]}", "wrong_type"),
+        ("{id = 'a', path = '/x', ring = [['w', 0, 1, 2]]}", "wrong_type"),
+        ("{id = 'a', path = '/x', replicas = [['w']]}", "unknown_key"),
         ("{id = 'a', path = '/x'}, {id = 'a', path = '/y'}", "served_model_twice"),
     ],
 )

@@ -49,7 +49,9 @@ class Generation:
         """Pushed from the compute thread, not shown yet."""
         self._shown: list[Event | KvasirError] = []
         self._changed = asyncio.Event()
-        self._first_index = len(request.resumed)
+        self._resumed = len(request.resumed)
+        self._retold = request.logprobs is None
+        """Whether the resumed tokens can be told again: their log probabilities are not known here."""
         self._submitted = time.monotonic()
         self._admitted: float | None = None
         self._first: float | None = None
@@ -57,7 +59,10 @@ class Generation:
         self.complete = False
         """Whether the resumed tokens are already the whole answer."""
         for token in request.resumed:
-            self.complete = self._take(token) is None or self._over
+            text = self._take(token)
+            self.complete = text is None or self._over
+            if text is not None:
+                self._shown.append(TokenEvent(len(self._tokens) - 1, token, text))
 
     async def __aenter__(self) -> Generation:
         return self
@@ -68,16 +73,20 @@ class Generation:
         await self._scheduler.cancel(self)
 
     def __aiter__(self) -> AsyncIterator[Event]:
-        return self.follow(self._first_index)
+        return self.follow(self._resumed)
 
     async def follow(self, index: int) -> AsyncIterator[Event]:
         """Token events from the token ``index`` of the answer on, then one ``DoneEvent``; any number may follow.
 
+        The tokens that it was resumed with are told like those that were chosen here: a gateway that was restarted
+        knows none of them, whoever chose them.
+
         Raises:
-            KvasirError: what ended the request; ``EngineError`` (``request_exists``) if it began behind ``index``.
+            KvasirError: what ended the request; ``EngineError`` (``request_exists``) if tokens before the resumed
+                ones are asked for with log probabilities.
         """
-        at = index - self._first_index
-        if at < 0:
+        at = index
+        if at < self._resumed and not self._retold:
             raise EngineError("request_exists", "This request runs from a later token on.", "Ask anew.")
         while True:
             self._changed.clear()

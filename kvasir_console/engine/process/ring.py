@@ -10,6 +10,7 @@ Rank 0 is driven by a scheduler (``ring_pipeline``). ADMIT announces a sequence 
 sampling parameters and the prompt), HIDDEN carries rows of any number of sequences, TOKEN comes back, RELEASE frees a
 sequence everywhere. A rank that refuses or fails a sequence says so by an ERROR that travels on to rank 0; no other
 sequence notices. An edge that ends loses no sequence (docs/reliability.md): a link (``ring_link``) keeps what was sent.
+Which edges are lost is said in LOST, so that rank 0 knows how long the ring has not been whole (``ring_whole``).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any
 
 import torch
 
+from kvasir_console.engine.process import ring_whole
 from kvasir_console.engine.process.answers import Answers
 from kvasir_console.engine.process.budget import KvBudget
 from kvasir_console.engine.process.compute import Compute
@@ -41,6 +43,7 @@ INBOX_BYTES = 64 * 2**20
 """Frames that came and wait for the compute thread; more are not read from the edges."""
 ROLL_S = 10.0
 """How often rank 0 says which sequences live."""
+TEND_S = 0.5
 BEHIND_S = 60.0
 """How long a rank of an older epoch waits for the plan that names it in the newer one; then it exits."""
 
@@ -49,8 +52,8 @@ BEHIND_S = 60.0
 class RingConfig:
     """Where this engine stands in its ring; assigned by a signed plan.
 
-    ``recover_s``: how long rank 0 keeps its requests while an edge of its own is lost. ``silence_s``: how long a peer
-    may say nothing.
+    ``recover_s``: how long rank 0 keeps its requests while the ring is not whole. ``silence_s``: how long a peer may
+    say nothing.
     """
 
     id: str
@@ -109,6 +112,8 @@ class RingNode:
         self._room.set()
         self._missing: dict[int, int] = {}
         self._lost_at: float | None = clock()
+        """Since when the ring has not been whole, as far as this rank knows."""
+        self._lost_edges = self._known_lost()
         self._behind_at: float | None = None
         self._cuts = 0
         self._tasks = [
@@ -122,8 +127,20 @@ class RingNode:
 
     @property
     def broken(self) -> bool:
-        """Whether this rank's edges have been lost for longer than requests are kept."""
+        """Whether the ring has not been whole for longer than requests are kept."""
         return self._lost_at is not None and self._clock() - self._lost_at > self.config.recover_s
+
+    def wholeness(self) -> dict[str, Any]:
+        """What this rank knows of the ring: which edges are lost, for how long, in words."""
+        lost_s = 0.0 if self._lost_at is None else self._clock() - self._lost_at
+        return {"lost_edges": sorted(self._lost_edges), "lost_s": lost_s, "missing": self.missing}
+
+    @property
+    def missing(self) -> str:
+        """Who is missed, in words; empty while the ring is whole."""
+        if not self._lost_edges:
+            return ""
+        return ring_whole.describe(self._lost_edges, self.config.rank, self.config.size)
 
     def stats(self) -> dict[str, Any]:
         """Where this rank stands, and its counters."""
@@ -131,6 +148,7 @@ class RingNode:
             **asdict(self.config),
             "next_ready": bool(self._next and self._next.ready),
             "prev_ready": bool(self._prev and self._prev.ready),
+            **self.wholeness(),
             "next_rtt_ms": self._next.rtt_ms if self._next else None,
             "behind": self._behind_at is not None,
             "cuts": self._cuts,
@@ -188,13 +206,15 @@ class RingNode:
             self.tokens.lost()
         else:
             self._prev = None
-        if self._lost_at is None:
-            self._lost_at = self._clock()
+        self._look()
 
     async def _received(self, edge: Edge, frame: Frame) -> None:
         """Queue a frame; with much in the queue, until there is room again."""
         if frame.kind is FrameKind.HELLO:
             self._accept(edge, wire.Hello.decode(frame.payload))
+            return
+        if frame.kind is FrameKind.LOST:
+            edge.said = wire.decode_lost(frame, self.config.size)  # looked at in turn: a peer may say it often
             return
         self._inbox_bytes += len(frame.payload)
         self._inbox.put_nowait((edge, frame, self._clock()))
@@ -217,8 +237,7 @@ class RingNode:
         else:
             self._prev = edge
             self._inbox.put_nowait((edge, None, self._clock()))  # HELD, after all that came before
-        if self.ready:
-            self._lost_at = None
+        self._look()
         log.info(
             "ring %s rank %d: the %s edge is joined to rank %d (layers [%d, %d))",
             self.config.id,
@@ -228,6 +247,34 @@ class RingNode:
             theirs.layer_begin,
             theirs.layer_end,
         )
+
+    def _look(self) -> None:
+        """An edge came, went, or a neighbour told of one: see which are lost, and tell the neighbours."""
+        lost = self._known_lost()
+        if lost != self._lost_edges:
+            self._lost_edges = lost
+            log.info("ring %s rank %d: %s", self.config.id, self.config.rank, self.missing or "the ring is whole")
+        if not lost:
+            self._lost_at = None
+        elif self._lost_at is None:
+            self._lost_at = self._clock()
+        if self.config.rank == 0:
+            return  # what is told ends here
+        for edge, tell in ((self._prev, self._lost_behind()), (self._next, self._lost_before())):
+            if edge is not None and edge.ready and edge.told != tell:
+                edge.told = tell
+                edge.say(wire.encode_lost(self.config.epoch, tell))
+
+    def _known_lost(self) -> ring_whole.Edges:
+        return self._lost_behind() | self._lost_before()
+
+    def _lost_behind(self) -> ring_whole.Edges:
+        ready = self._next is not None and self._next.ready
+        return ring_whole.behind(self.config.rank, ready, self._next.said if self._next else ())
+
+    def _lost_before(self) -> ring_whole.Edges:
+        ready = self._prev is not None and self._prev.ready
+        return ring_whole.before(self.config.rank, self.config.size, ready, self._prev.said if self._prev else ())
 
     def _hello(self) -> wire.Hello:
         return wire.Hello(
@@ -418,13 +465,14 @@ class RingNode:
     # What has to be looked after
 
     async def _tend(self) -> None:
-        """Rolls, deadlines."""
+        """Lost edges that others told of, rolls, deadlines."""
         rolled = self._clock()
         while True:
-            await asyncio.sleep(0.5)
+            await asyncio.sleep(TEND_S)
+            self._look()
             now = self._clock()
             if self.config.rank == 0 and self.broken:
-                self.answers.fail_all(ring_broken("an edge was lost and did not come back"))
+                self.answers.fail_all(ring_broken(self.missing))
             if self._behind_at is not None and now - self._behind_at > BEHIND_S:
                 log.error("ring %s rank %d: the ring is at a newer epoch", self.config.id, self.config.rank)
                 self._behind_at = now

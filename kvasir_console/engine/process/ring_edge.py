@@ -52,6 +52,9 @@ class Edge:
         self.ready = False
         self.closed = False
         self.rtt_ms: float | None = None
+        self.said: frozenset[int] = frozenset()
+        """Lost edges that the peer told of, and those that it was told of."""
+        self.told: frozenset[int] = frozenset()
         self._reader = reader
         self._writer = writer
         self._ping_s = ping_s

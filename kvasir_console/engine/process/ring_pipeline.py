@@ -123,11 +123,11 @@ class RingPipeline:
         A rank that has no room says so by an error, which is the answer to the sequence's first step.
 
         Raises:
-            EngineError: ``ring_broken``; this rank's edges have been lost for long. ``request_exists``.
+            EngineError: ``ring_broken``; the ring has not been whole for long. ``request_exists``.
         """
         node = self._node
         if node.broken:
-            raise ring_broken("its ranks are not all connected")
+            raise ring_broken(node.missing)
         request_id = params.key or next(self._ids)
         if request_id in self._sequences:
             raise EngineError("request_exists", "A request with this key runs already.", "Ask again.")

@@ -274,7 +274,9 @@ class VerbSession:
         await self._send(control.reply(message, tokens=len(tokens), context_length=context_length))
 
     async def _info(self, message: Message) -> None:
-        await self._send(control.reply(message, info=self._engine.require().info))
+        loaded = self._engine.require()
+        whole = {} if loaded.ring is None else {"whole": loaded.ring.wholeness()}
+        await self._send(control.reply(message, info={**loaded.info, **whole}))
 
     async def _coverage(self, message: Message) -> None:
         router = self._engine.require().router

@@ -25,6 +25,7 @@ CALL_TIMEOUT_S = 30.0
 ENTRY_TIMEOUT_S = 5.0
 """How long a request waits for a rank 0 to dial in that was not seen lately."""
 RETRY_S = 0.2
+MAX_MISSING = 200
 LOST = frozenset(
     {
         "engine_gone",
@@ -157,6 +158,7 @@ class RingBackend(_ClientBackend):
 
     A request survives the stream and rank 0 itself: it is asked for again, with the tokens that were seen, as soon as
     rank 0 or its successor dials in (docs/reliability.md). A rank 0 that answers nothing for ``silence_s`` is lost.
+    With each answer it tells which of the other ranks are missed.
     """
 
     def __init__(
@@ -181,10 +183,23 @@ class RingBackend(_ClientBackend):
         self._client: EngineClient | None = None
         self._opening = asyncio.Lock()
         self._beats: asyncio.Task[None] | None = None
+        self._missing = ""
+        self.planned: Callable[[], PlannedRing] | None = None
+        """The ring's plan as it is now; its owner sets it if windows may move."""
+
+    @property
+    def info(self) -> BackendInfo:
+        """With the plan in force: a window may have moved."""
+        return self._info if self.planned is None else replace(self._info, ring=self.planned())
 
     @property
     def ready(self) -> bool:
         return self._hub.entry_connected(self._ring_id)
+
+    @property
+    def missing(self) -> str:
+        """Which ranks are missed, as rank 0 last said; empty while it says that the ring is whole."""
+        return self._missing
 
     @property
     def recovering(self) -> bool:
@@ -235,6 +250,7 @@ class RingBackend(_ClientBackend):
         if self._client is not None:
             await self._client.close()
             self._client = None
+        self._missing = ""
 
     async def _persist(self, call: Callable[[], Awaitable[T]]) -> T:
         """The answer to a question that changes nothing, asked again while rank 0 is expected back."""
@@ -252,7 +268,7 @@ class RingBackend(_ClientBackend):
         while not client.closed:
             try:
                 async with asyncio.timeout(self._silence_s):
-                    await client.info()
+                    self._heard(await client.info())
                 self._seen_at = self._clock()
             except TimeoutError:
                 log.warning("%s: rank 0 answered nothing for %g s", self._info.name, self._silence_s)
@@ -261,6 +277,15 @@ class RingBackend(_ClientBackend):
             except KvasirError as error:
                 log.debug("%s: %s", self._info.name, error)
             await asyncio.sleep(self._beat_s)
+
+    def _heard(self, info: dict[str, Any]) -> None:
+        """What rank 0 says of its ring; another's machine may say anything, and older ones nothing."""
+        whole = info.get("whole")
+        said = str(whole.get("missing", ""))[:MAX_MISSING] if isinstance(whole, dict) else ""
+        missing = "".join(character for character in said if character.isprintable())
+        if missing != self._missing:
+            self._missing = missing
+            log.warning("%s: %s", self._info.name, missing or "the ring is whole again")
 
 
 @contextlib.contextmanager

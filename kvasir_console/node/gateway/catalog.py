@@ -37,6 +37,8 @@ class CatalogModel:
     path: Path
     placement: str
     ring: tuple[tuple[str, int, int], ...]
+    replicas: tuple[tuple[str, ...], ...]
+    """By stage of the ring, the wallets that stand by for it."""
     shape: ModelShape
     digest: bytes
     source_digest: str
@@ -78,6 +80,7 @@ def read_catalog(models: tuple[ServedModel, ...]) -> dict[str, CatalogModel]:
                 path=path,
                 placement=model.placement,
                 ring=model.ring,
+                replicas=model.replicas or ((),) * len(model.ring),
                 shape=shape,
                 digest=(digest := model_digest(checkpoint)),
                 source_digest=(source := source_digest(checkpoint)),

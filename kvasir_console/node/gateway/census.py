@@ -74,6 +74,8 @@ class Worker:
     platform: Mapping[str, str] = field(default_factory=dict)
     claimed_at: float = 0.0
     last_at: float = 0.0
+    stands_by: bool = False
+    """It has what its wallet stands by for in the model's ring."""
 
 
 class Census:
@@ -248,6 +250,7 @@ class Census:
             platform=report.platform,
             claimed_at=now if known is None or known.session != report.session else known.claimed_at,
             last_at=now,
+            stands_by=report.stands_by,
         )
         self._workers[key] = worker
         self._sessions[report.session] = key

@@ -50,6 +50,8 @@ class Report:
     session: str
     wires: Wire
     platform: Mapping[str, str]
+    stands_by: bool = False
+    """Our extension: nothing is held, but the windows of the model's ring that this wallet stands by for are here."""
 
 
 def parse_report(body: Mapping[str, Any], *, service: bool = False) -> Report:
@@ -81,6 +83,7 @@ def parse_report(body: Mapping[str, Any], *, service: bool = False) -> Report:
         session=session_name(worker_id, body.get("url"), service=service),
         wires=(wires_named(wires[:16]) if isinstance(wires, list) else Wire(0)) or Wire.V2,
         platform=_platform(body),
+        stands_by=body.get("stands_by") is True,
     )
 
 

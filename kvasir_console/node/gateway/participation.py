@@ -147,7 +147,7 @@ class Participation:
         )
 
     async def stage(self, request: Request) -> Response:
-        """A window of layers, for the wallet that the signed plan names for exactly this window."""
+        """A window of layers, for a wallet that the signed plan names for exactly this window, standbys included."""
         caller = self._caller(request)
         model = self._slices.model(request.path_params["model"])
         begin, end = (query_integer(request, key) for key in ("layer_begin", "layer_end"))
@@ -198,7 +198,7 @@ class Participation:
 
     def _planned(self, model: str, begin: int, end: int, wallet: str) -> bool:
         return any(
-            stage.wallet == wallet and (stage.begin, stage.end) == (begin, end)
+            wallet in (stage.wallet, *stage.replicas) and (stage.begin, stage.end) == (begin, end)
             for ring in self._rings.values()
             if ring.plan.model == model
             for stage in ring.plan.stages

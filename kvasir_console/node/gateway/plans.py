@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from kvasir_console.errors import ConfigError, KvasirError
+from kvasir_console.errors import ConfigError, KvasirError, UsageError
 from kvasir_console.node.gateway.catalog import CatalogModel
 from kvasir_console.node.gateway.identity import Identity
 from kvasir_console.node.gateway.store import Store
@@ -22,9 +22,12 @@ class PlannedRing:
 
     plan: Plan
     signed: dict[str, Any]
+    configured: str = ""
+    """The stages as the operator wrote them, before any window moved: canonical JSON."""
 
     def names(self, wallet: str) -> bool:
-        return any(stage.wallet == wallet for stage in self.plan.stages)
+        """Whether the wallet serves a window, or stands by for one."""
+        return any(wallet in (stage.wallet, *stage.replicas) for stage in self.plan.stages)
 
     @property
     def text(self) -> str:
@@ -43,22 +46,72 @@ def make_rings(models: Iterable[CatalogModel], store: Store, identity: Identity)
 
 
 def _make_ring(model: CatalogModel, store: Store, identity: Identity) -> PlannedRing:
-    stages = tuple(PlannedStage(rank, wallet, begin, end) for rank, (wallet, begin, end) in enumerate(model.ring))
-    for stage in stages:
-        if not is_address(stage.wallet):
+    stages = tuple(
+        PlannedStage(rank, wallet, begin, end, replicas)
+        for rank, ((wallet, begin, end), replicas) in enumerate(zip(model.ring, model.replicas, strict=True))
+    )
+    for wallet in (each for stage in stages for each in (stage.wallet, *stage.replicas)):
+        if not is_address(wallet):
             raise ConfigError(
-                "bad_ring",
-                f"gateway.models {model.id}: {stage.wallet[:60]!r} is not a wallet.",
-                "Name wallets in ring.",
+                "bad_ring", f"gateway.models {model.id}: {wallet[:60]!r} is not a wallet.", "Name wallets in ring."
             )
     draft = Plan(model.id, model.id, model.digest.hex(), model.shape.n_layer, 0, stages)
     try:
         Plan.from_dict(draft.to_dict())
     except KvasirError as error:
         raise ConfigError("bad_ring", f"gateway.models {model.id}: {error.message}", "Correct its ring.") from error
-    generation = store.plan_generation(model.id, canonical_json(draft.to_dict()))
-    plan = Plan(model.id, model.id, model.digest.hex(), model.shape.n_layer, generation, stages)
-    return PlannedRing(plan, sign_plan(plan, identity.sign_as_hub))
+    configured = canonical_json(draft.to_dict())
+    return _in_force(_moved(draft, configured, store), configured, store, identity)
+
+
+def move_ring(ring: PlannedRing, rank: int, wallet: str, store: Store, identity: Identity) -> PlannedRing:
+    """The ring's next generation, in which ``wallet`` serves the window ``rank``. Blocks; call it from a thread.
+
+    Raises:
+        UsageError: the wallet is none, or serves the window already.
+    """
+    if not is_address(wallet):
+        raise UsageError("bad_wallet", f"{wallet[:60]!r} is not a wallet.")
+    try:
+        plan = ring.plan.moved(rank, wallet, 0)
+    except ValueError as error:
+        raise UsageError("bad_move", f"The window cannot move: {error}.") from error
+    kept = {"configured": ring.configured, "plan": plan.to_dict()}
+    store.set_fact(_fact(plan.ring), canonical_json(kept))  # first: a plan in force is always one that is kept
+    return _in_force(plan, ring.configured, store, identity)
+
+
+def _in_force(draft: Plan, configured: str, store: Store, identity: Identity) -> PlannedRing:
+    """Number and sign a plan; ``draft`` has the generation 0."""
+    plan = replace(draft, generation=store.plan_generation(draft.ring, canonical_json(draft.to_dict())))
+    return PlannedRing(plan, sign_plan(plan, identity.sign_as_hub), configured)
+
+
+def _moved(draft: Plan, configured: str, store: Store) -> Plan:
+    """The plan that was made out of this configuration when windows moved, else the configured one itself."""
+    kept = store.fact(_fact(draft.ring))
+    if kept is None:
+        return draft
+    found = json.loads(kept)
+    return Plan.from_dict(found["plan"]) if found["configured"] == configured else draft
+
+
+def read_seen(store: Store, ring: str) -> frozenset[str]:
+    """The wallets that have served a window of the ring at some time. Blocks."""
+    return frozenset(json.loads(store.fact(_seen(ring)) or "[]"))
+
+
+def write_seen(store: Store, ring: str, wallets: Iterable[str]) -> None:
+    """Blocks."""
+    store.set_fact(_seen(ring), canonical_json(sorted(wallets)))
+
+
+def _seen(ring: str) -> str:
+    return f"ring-seen:{ring}"
+
+
+def _fact(ring: str) -> str:
+    return f"ring-moved:{ring}"
 
 
 def plan_from_text(text: str) -> Plan:

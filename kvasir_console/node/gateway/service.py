@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -39,6 +40,7 @@ from kvasir_console.node.gateway.payments import Payments
 from kvasir_console.node.gateway.plans import make_rings
 from kvasir_console.node.gateway.settle import Settler, read_bonuses
 from kvasir_console.node.gateway.slots import Slots
+from kvasir_console.node.gateway.standbys import Standbys, missing_of
 from kvasir_console.node.gateway.statements import Statements
 from kvasir_console.node.gateway.store import Store
 from kvasir_console.node.gateway.trunk import EngineFactory, OnExit, OnReady, SupervisedEngine, Trunk, Trunks
@@ -145,6 +147,17 @@ class GatewayService:
         backends = [self._backend(number, model, trunks) for number, model in enumerate(catalog.values())]
         if trunks:
             self._spawn("engines", self._trunks.run())
+        self._standbys = Standbys(
+            self._rings,
+            self._store,
+            self._identity,
+            self._census,
+            self._hub,
+            grace_s=gateway.standby_grace_s,
+            missing=missing_of({backend.info.model_id: backend for backend in backends}),
+            clock=self._clock,
+        )
+        await self._standbys.restore()
         socket = check_socket_path(paths.runtime / "gateway.http")
         await self._open_port(socket)
         self._stack.push_async_callback(self._generations.close)
@@ -170,6 +183,8 @@ class GatewayService:
         self._spawn("meter", self._read_engines())
         self._spawn("sweep", self._sweep())
         self._spawn("retention", self._forget())
+        if self._rings:
+            self._spawn("standbys", self._standbys.run())
         log.info("the gateway serves %s", self.public_url)
 
     def _backend(self, number: int, model: CatalogModel, trunks: dict[str, Trunk]) -> Backend:
@@ -177,6 +192,7 @@ class GatewayService:
         if model.placement == "ring":
             ring = self._rings[model.id]
             backend = RingBackend(BackendInfo(model.id, model.name, ring, model.shape.context_length), ring, self._hub)
+            backend.planned = partial(self._rings.__getitem__, model.id)
             self._stack.push_async_callback(backend.close)
             return backend
         trunk = TrunkBackend(BackendInfo(model.id, model.name, None, model.shape.context_length))
@@ -229,7 +245,14 @@ class GatewayService:
             clock=self._clock,
         )
         return make_app(
-            [*openai.routes(), *info.routes(), *participation.routes(), *payments.routes(), *self._statements.routes()]
+            [
+                *openai.routes(),
+                *info.routes(),
+                *participation.routes(),
+                *payments.routes(),
+                *self._statements.routes(),
+                *self._standbys.routes(),
+            ]
         )
 
     def _spawn(self, name: str, work: Coroutine[Any, Any, None]) -> None:

@@ -10,7 +10,7 @@ import base64
 import binascii
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvasir_console.errors import NetworkError, WalletError
@@ -19,6 +19,7 @@ from kvasir_console.wallet.keys import is_address, verify
 
 MAX_STAGES = 256
 MAX_LAYERS = 4096
+MAX_REPLICAS = 16
 # Names become parts of file paths, URLs and session names.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,111}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -26,12 +27,18 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True, slots=True)
 class PlannedStage:
-    """Layers [begin, end) of the model, served by ``wallet``."""
+    """Layers [begin, end) of the model, served by ``wallet``; ``replicas`` stand by for it, the first one first."""
 
     rank: int
     wallet: str
     begin: int
     end: int
+    replicas: tuple[str, ...] = ()
+
+    @property
+    def window(self) -> tuple[int, int, int]:
+        """Rank and layers: what an engine holds of it."""
+        return self.rank, self.begin, self.end
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +62,7 @@ class Plan:
             "generation": self.generation,
             "stages": [
                 {"rank": stage.rank, "wallet": stage.wallet, "layers": [stage.begin, stage.end]}
+                | ({"replicas": list(stage.replicas)} if stage.replicas else {})
                 for stage in self.stages
             ],
         }
@@ -97,6 +105,24 @@ class Plan:
         """The first window this wallet serves, if any."""
         return next((stage for stage in self.stages if stage.wallet == wallet), None)
 
+    def stands_by(self, wallet: str) -> tuple[PlannedStage, ...]:
+        """The windows that this wallet stands by for."""
+        return tuple(stage for stage in self.stages if wallet in stage.replicas)
+
+    def moved(self, rank: int, wallet: str, generation: int) -> Plan:
+        """The plan in which ``wallet`` serves a window; who served it is the last that stands by for it.
+
+        Raises:
+            ValueError: there is no such rank, or it is served by this wallet already.
+        """
+        old = self.stages[rank] if 0 <= rank < len(self.stages) else None
+        if old is None or old.wallet == wallet:
+            raise ValueError(f"rank {rank} does not move to {wallet}")
+        others = tuple(each for each in old.replicas if each != wallet)
+        replicas = (*others, old.wallet)[-MAX_REPLICAS:]
+        new = replace(old, wallet=wallet, replicas=replicas)
+        return replace(self, generation=generation, stages=(*self.stages[:rank], new, *self.stages[rank + 1 :]))
+
 
 def sign_plan(plan: Plan, sign: Callable[[bytes], bytes]) -> dict[str, Any]:
     """The plan as ``/api/placement`` serves it. ``sign`` is the hub key's ed25519."""
@@ -123,13 +149,20 @@ def verify_plan(signed: Mapping[str, Any], hub_key: str) -> Plan:
 
 def _stage(value: Any) -> PlannedStage:
     begin, end = value["layers"]
-    if not isinstance(value["wallet"], str) or not is_address(value["wallet"]):
-        raise ValueError(f"{value['wallet']!r} is not a wallet")
+    replicas = value.get("replicas", [])
+    if not isinstance(replicas, list) or len(replicas) > MAX_REPLICAS:
+        raise ValueError("replicas are a list of at most " + str(MAX_REPLICAS))
+    for wallet in (value["wallet"], *replicas):
+        if not isinstance(wallet, str) or not is_address(wallet):
+            raise ValueError(f"{str(wallet)[:60]!r} is not a wallet")
+    if len({value["wallet"], *replicas}) != 1 + len(replicas):
+        raise ValueError("a wallet stands by for a window that it serves, or twice")
     return PlannedStage(
         rank=_integer(value["rank"], 0, MAX_STAGES),
         wallet=value["wallet"],
         begin=_integer(begin, 0, MAX_LAYERS),
         end=_integer(end, 1, MAX_LAYERS),
+        replicas=tuple(replicas),
     )
 
 

@@ -11,6 +11,8 @@
              item.step the step that waits for tokens, item.position the tokens known, item.rows how many of them the
              payload holds, i32 each, from the sequence's first on. Frame flag 1: more of it follows
     ROLL     nothing; the items are all sequences that live
+    LOST     u16 each, ascending: the edges that are lost as far as the sender knows (edge i leads from rank i to the
+             next), the one it is said on not among them; empty once they are back
     RELEASE  nothing; PING and PONG at most 64 bytes, returned as they came
 
 Every decoder raises ``RingError`` and nothing else.
@@ -20,9 +22,10 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -34,6 +37,7 @@ from kvasir_console.relay.wire.ring_frame import (
     MAX_ERROR_BYTES,
     MAX_ITEMS,
     MAX_PAYLOAD_BYTES,
+    MAX_RANKS,
     MAX_ROWS,
     Frame,
     FrameDecoder,
@@ -49,6 +53,7 @@ from kvasir_console.relay.wire.ring_frame import (
 __all__ = [
     "MAX_ITEMS",
     "MAX_PAYLOAD_BYTES",
+    "MAX_RANKS",
     "MAX_ROWS",
     "Admit",
     "DType",
@@ -67,6 +72,7 @@ __all__ = [
     "decode_held",
     "decode_hidden",
     "decode_known",
+    "decode_lost",
     "decode_tokens",
     "encode",
     "encode_admit",
@@ -74,6 +80,7 @@ __all__ = [
     "encode_held",
     "encode_hidden",
     "encode_known",
+    "encode_lost",
     "encode_tokens",
     "is_stale",
     "read_frame",
@@ -82,7 +89,6 @@ __all__ = [
 MAX_ADMIT_JSON_BYTES = 2**20
 _MAX_N_EMBD = 2**20
 _MAX_LAYERS = 4096
-_MAX_RANKS = 1024
 _MAX_ERROR_TEXT = 2000
 
 _HELLO = struct.Struct("<32s7I")
@@ -148,7 +154,7 @@ class Hello:
             raise RingError(
                 f"a HELLO has layers [{self.layer_begin}, {self.layer_end}) of {self.n_layer}", "hello_layers"
             )
-        if not 0 <= self.rank < self.size <= _MAX_RANKS:
+        if not 0 <= self.rank < self.size <= MAX_RANKS:
             raise RingError(f"a HELLO has rank {self.rank} of {self.size}", "hello_rank")
 
 
@@ -317,6 +323,23 @@ def _continued(epoch: int, parts: Sequence[tuple[tuple[Item, ...], bytes]]) -> l
         Frame(FrameKind.HELD, epoch, items, payload, MORE if index < last else 0)
         for index, (items, payload) in enumerate(parts)
     ]
+
+
+def encode_lost(epoch: int, edges: Iterable[int]) -> Frame:
+    """A LOST frame."""
+    payload = np.asarray(sorted(set(edges)), dtype="<u2").tobytes()
+    return Frame(FrameKind.LOST, epoch, payload=payload)
+
+
+def decode_lost(frame: Frame, size: int) -> frozenset[int]:
+    """The edges that a LOST frame names, in a ring of ``size`` ranks."""
+    _expect(frame, FrameKind.LOST)
+    if len(frame.payload) % 2:
+        raise RingError(f"{len(frame.payload)} bytes are not whole numbers of edges", "payload_bytes")
+    edges: list[int] = np.frombuffer(frame.payload, dtype="<u2").tolist()
+    if any(before >= after for before, after in pairwise(edges)) or any(edge >= size for edge in edges):
+        raise RingError(f"a LOST frame names edges that a ring of {size} does not have, or one twice", "edges")
+    return frozenset(edges)
 
 
 def encode_error(error: KvasirError) -> bytes:

@@ -45,6 +45,7 @@ MAX_ADMIT_BYTES = 8 * 2**20
 MAX_ERROR_BYTES = 64 * 2**10
 HELLO_BYTES = 60
 PING_BYTES = 64
+MAX_RANKS = 1024
 
 _HEADER = struct.Struct("<4sBBHIIIII4s")
 _ITEM = struct.Struct("<QIIII")
@@ -66,6 +67,7 @@ class FrameKind(IntEnum):
     PONG = 8
     HELD = 9
     ROLL = 10
+    LOST = 11
 
 
 # kind: fewest items, most items, most payload bytes
@@ -80,6 +82,7 @@ _LIMITS: dict[FrameKind, tuple[int, int, int]] = {
     FrameKind.PONG: (0, 0, PING_BYTES),
     FrameKind.HELD: (0, MAX_ITEMS, 4 * MAX_ROWS),
     FrameKind.ROLL: (0, MAX_ITEMS, 0),
+    FrameKind.LOST: (0, 0, 2 * MAX_RANKS),
 }
 
 

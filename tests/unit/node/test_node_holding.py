@@ -275,3 +275,11 @@ def test_a_pin_that_cannot_be_used_is_named(pin):
     pin.mkdir()
     with pytest.raises(SystemResourceError):
         choose_plan([signed(plan(A))], address(HUB), A, pin)
+
+
+def test_a_window_stays_whoever_stands_by_for_it_and_whoever_takes_another():
+    mine = replace(plan(A, B), stages=(*plan(A).stages, replace(plan(A, B).stages[1], replicas=(C,))))
+    holding = RingHolding(mine, A, 0)
+    assert holding.stays(mine.moved(1, C, 5))
+    assert RingHolding(mine, B, 0).stays(replace(mine, generation=5, stages=plan(A, B).stages))
+    assert not RingHolding(mine, B, 0).stays(mine.moved(1, C, 5))

@@ -48,7 +48,9 @@ class Engine:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._tasks.add(asyncio.current_task())
+        task = asyncio.current_task()
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
         try:
             link = Link(Preamble.decode(await reader.readexactly(SIZE)), reader, writer)
             self.links.put_nowait(link)

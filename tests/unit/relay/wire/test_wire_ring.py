@@ -28,7 +28,7 @@ def frames(draw: st.DrawFn) -> Frame:
     rows = st.integers(1, 5) if kind is FrameKind.HIDDEN else st.integers(0, 5)
     item = st.builds(Item, st.integers(0, 2**64 - 1), U32, U32, rows, U32)
     least, most = {FrameKind.ADMIT: (1, 1), FrameKind.ERROR: (0, 4)}.get(kind, (1, 6))
-    if kind in (FrameKind.HELLO, FrameKind.PING, FrameKind.PONG):
+    if kind in (FrameKind.HELLO, FrameKind.PING, FrameKind.PONG, FrameKind.LOST):
         least = most = 0
     items = tuple(draw(st.lists(item, min_size=least, max_size=most)))
     size = {
@@ -127,7 +127,7 @@ def test_any_bytes_give_frames_or_a_ring_error(data: bytes, headed: bool) -> Non
         (frame_bytes(magic=b"KVRX"), "magic"),
         (frame_bytes(version=1), "version"),
         (frame_bytes(kind=0), "kind"),
-        (frame_bytes(kind=11), "kind"),
+        (frame_bytes(kind=12), "kind"),
         (frame_bytes(zero=b"\0" * 3 + b"\1"), "reserved"),
         (frame_bytes(kind=3, count=4097), "count"),
         (frame_bytes(kind=3, count=2**32 - 1), "count"),
@@ -411,3 +411,21 @@ def test_more_than_a_frame_holds_goes_into_several() -> None:
 def test_a_held_frame_that_contradicts_itself_is_refused(read, frame: Frame) -> None:
     with pytest.raises(RingError):
         read(frame)
+
+
+@given(st.integers(1, 1024).flatmap(lambda size: st.tuples(st.just(size), st.frozensets(st.integers(0, size - 1)))))
+def test_lost_edges_survive_the_wire(case: tuple[int, frozenset[int]]) -> None:
+    size, edges = case
+    frame = ring.decode(ring.encode(ring.encode_lost(9, edges)))
+    assert (frame.kind, frame.epoch, frame.items) == (FrameKind.LOST, 9, ())
+    assert ring.decode_lost(frame, size) == edges
+
+
+@pytest.mark.parametrize(
+    ("payload", "reason"),
+    [(b"\0", "payload_bytes"), (b"\3\0", "edges"), (b"\1\0\1\0", "edges"), (b"\2\0\1\0", "edges")],
+)
+def test_a_lost_frame_that_names_what_there_is_not_is_refused(payload: bytes, reason: str) -> None:
+    with pytest.raises(RingError) as caught:
+        ring.decode_lost(Frame(FrameKind.LOST, 9, payload=payload), 3)
+    assert caught.value.reason == reason

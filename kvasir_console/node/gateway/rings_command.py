@@ -1,0 +1,105 @@
+"""``kvasir-console rings``: what the gateway of this home says of its rings, and moving a window by hand."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from kvasir_console.config import Config
+from kvasir_console.errors import ExitCode, KvasirError, NetworkError, UsageError
+from kvasir_console.node.gateway.identity import Secrets
+from kvasir_console.paths import Paths
+
+TIMEOUT_S = 30.0
+
+
+def run(arguments: argparse.Namespace, config: Config) -> int:
+    """Print the rings, after the move that was asked for, if any.
+
+    Raises:
+        UsageError: a move without its other half.
+        NetworkError: the gateway does not run here, or refuses.
+    """
+    if (arguments.move is None) != (arguments.to is None):
+        raise UsageError("bad_move", "--move RANK and --to WALLET belong together.")
+    paths = Paths.from_environment()
+    token_file = Path(config.gateway.service_token_file).expanduser() if config.gateway.service_token_file else None
+    socket = paths.runtime / "gateway.http"
+    if not socket.exists():
+        raise _not_running()
+    secrets = Secrets.load(paths.data / "gateway", token_file)
+    found = asyncio.run(_ask(socket, secrets.service_token, arguments))
+    print(json.dumps(found, indent=2) if arguments.json else describe(found))
+    return ExitCode.OK
+
+
+async def _ask(socket: Path, token: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    client = httpx.AsyncClient(
+        transport=httpx.AsyncHTTPTransport(uds=str(socket)),
+        base_url="http://gateway",
+        headers={"X-Kvasir-Service-Token": token},
+        timeout=TIMEOUT_S,
+        trust_env=False,
+    )
+    try:
+        async with client:
+            found = _answer(await client.get("/api/rings"))
+            if arguments.move is not None:
+                body = {"ring": _named(found, arguments.ring), "rank": arguments.move, "wallet": arguments.to}
+                _answer(await client.post("/api/rings/move", json=body))
+                found = _answer(await client.get("/api/rings"))
+            return found
+    except (httpx.HTTPError, OSError) as error:
+        raise _not_running() from error
+
+
+def _not_running() -> NetworkError:
+    return NetworkError(
+        "gateway_not_running", "No gateway runs with this KVASIR_HOME.", "Start one: kvasir-console gateway"
+    )
+
+
+def _answer(response: httpx.Response) -> dict[str, Any]:
+    """Raises the ``KvasirError`` that the gateway answered with."""
+    body = response.json() if "json" in response.headers.get("content-type", "") else {}
+    if response.status_code == httpx.codes.OK and isinstance(body, dict):
+        return body
+    error = body.get("error") if isinstance(body, dict) else None
+    text = error if isinstance(error, str) else f"The gateway answers with status {response.status_code}."
+    raise KvasirError("gateway_refused", text)
+
+
+def _named(found: dict[str, Any], ring: str) -> str:
+    names = [each["ring"] for each in found["rings"]]
+    if not ring and len(names) == 1:
+        return str(names[0])
+    if ring not in names:
+        raise UsageError("unknown_ring", f"Name the ring with --ring: {', '.join(names) or 'there is none'}.")
+    return ring
+
+
+def describe(found: dict[str, Any]) -> str:
+    """Rings and moves as a person reads them."""
+    lines: list[str] = []
+    for ring in found["rings"]:
+        missing = f"; {ring['missing']}" if ring["missing"] else ""
+        lines.append(f"{ring['ring']}, generation {ring['generation']}{missing}")
+        for stage in ring["stages"]:
+            begin, end = stage["layers"]
+            state = "connected" if stage["connected"] else f"gone for {stage['gone_s']:.0f} s"
+            lines.append(f"  rank {stage['rank']}  layers {begin} to {end - 1}  {stage['wallet']}  {state}")
+            lines += [
+                f"    stands by: {each['wallet']}{'' if each['ready'] else ' (not ready)'}"
+                for each in stage["replicas"]
+            ]
+    for move in found["moves"]:
+        lines.append(
+            f"{move['ring']} rank {move['rank']} moved from {move['old']} to {move['new']}, "
+            f"generation {move['generation']}: {move['why']}"
+        )
+    return "\n".join(lines) or "This gateway serves no ring."

@@ -1,0 +1,119 @@
+"""A window's whole node is killed and stays dead: a node that stands by takes it over, and no token changes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from functools import partial
+from pathlib import Path
+
+import psutil
+import pytest
+
+from kvasir_console.bench.models import Recipe, write_model
+from kvasir_console.bench.network import Layout, RingNetwork
+from kvasir_console.bench.recovery import Batch, Plan, Run, requests
+from kvasir_console.local.chat import Answer
+from kvasir_console.node.phase import Phase
+
+from engines import until
+
+WINDOWS = ((0, 1), (1, 3), (3, 4))
+TOKENS = 48
+GRACE_S = 3.0
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_model(tmp_path / "ring.gguf", Recipe())
+
+
+async def complete(net: RingNetwork, batch: Batch, run: Run) -> Answer:
+    def moved() -> None:
+        run.pieces += 1
+
+    sampling = run.request.sampling
+    answer = await net.client.complete(net.model_id, run.request.prompt, TOKENS, sampling=sampling, on_text=moved)
+    run.over, run.tokens = True, answer.tokens
+    return answer
+
+
+async def all_of(net: RingNetwork, batch: Batch) -> list[Answer]:
+    return await asyncio.gather(*(complete(net, batch, run) for run in batch.runs))
+
+
+async def snapshot_says(net: RingNetwork, member: int, phase: Phase, why: str) -> bool:
+    seen = await net.members[member].snapshot()
+    return seen is not None and seen.state.phase is phase and why in seen.state.why
+
+
+async def rings_command(net: RingNetwork, *arguments: str) -> str:
+    """What ``kvasir-console rings`` prints on the operator's machine."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "kvasir_console", "rings", *arguments),
+        stdout=asyncio.subprocess.PIPE,
+        env=os.environ | net.operator.environment,
+    )
+    printed, _ = await process.communicate()
+    assert process.returncode == 0
+    return printed.decode()
+
+
+async def test_a_standby_takes_over_from_a_node_that_stays_dead(model: Path, tmp_path: Path) -> None:
+    layout = Layout(model, WINDOWS, standbys=1, standby_grace_s=GRACE_S, max_requests=8)
+    made = requests(Plan(requests=8, tokens=TOKENS))
+    async with RingNetwork(layout, print, tmp_path / "net") as net:
+        standby, dead = net.standbys[0], net.stages[1]
+        assert await snapshot_says(net, 3, Phase.VOLUNTEERING, "Stands by for layers 0 to 0, layers 1 to 2")
+        calm = Batch([Run(each) for each in made])
+        await all_of(net, calm)
+
+        batch = Batch([Run(each) for each in made])
+        answering = asyncio.create_task(all_of(net, batch))
+        await until(lambda: min(run.pieces for run in batch.runs) >= 4, 60)
+        net.kept[dead.name].keep.clear()
+        console = net.console_pid(dead.name)
+        assert console is not None
+        processes = [psutil.Process(console), *psutil.Process(console).children(recursive=True)]
+        os.kill(console, signal.SIGKILL)
+        assert not all(run.over for run in batch.runs)
+        await answering
+        assert [run.tokens for run in batch.runs] == [run.tokens for run in calm.runs]
+        psutil.wait_procs(processes, timeout=10)
+
+        (ring,) = await net.rings()
+        assert ring["generation"] == 2
+        moved = ring["stages"][1]
+        assert (moved["wallet"], moved["layers"], moved["connected"]) == (standby.address, [1, 3], True)
+        assert moved["replicas"] == [{"wallet": dead.address, "ready": False}]
+        (move,) = (await net.client.get("/api/rings"))["moves"]
+        assert (move["rank"], move["old"], move["new"]) == (1, dead.address, standby.address)
+        assert await snapshot_says(net, 3, Phase.SERVING, "")
+        stats = await net.engine_stats(standby)
+        assert stats is not None
+        assert (stats["ring"]["epoch"], stats["ring"]["rank"]) == (2, 1)
+        assert stats["ring"]["recomputed_rows"] > 0  # it was filled with what the dead one had computed
+
+        # The old node comes back, of an epoch that is over: the plan names another, and it stands by.
+        net.kept[dead.name].keep.set()
+        await net.wait_until(
+            partial(snapshot_says, net, 1, Phase.VOLUNTEERING, "Stands by for layers 1 to 2"), "it does not stand by"
+        )
+        again = Batch([Run(each) for each in made])
+        await all_of(net, again)
+        assert [run.tokens for run in again.runs] == [run.tokens for run in calm.runs]
+        assert (await net.rings())[0]["generation"] == 2
+
+        # The operator gives it its window back, whoever is there.
+        told = await rings_command(net, "--move", "1", "--to", dead.address, "--json")
+        assert json.loads(told)["rings"][0]["stages"][1]["wallet"] == dead.address
+        await net.wait_until(partial(snapshot_says, net, 1, Phase.SERVING, ""), "it does not serve again")
+        last = Batch([Run(each) for each in made])
+        await all_of(net, last)
+        assert [run.tokens for run in last.runs] == [run.tokens for run in calm.runs]
+        shown = await rings_command(net)
+        assert f"layers 1 to 2  {dead.address}  connected" in shown
+        assert "generation 3: the operator asked for it" in shown

@@ -1,0 +1,217 @@
+"""A gateway moves windows: the next plan, who may dial then, what a restart remembers, what an operator sees."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from gateway_parts import ALICE, BOB, CAROL, DENSE, DOMAIN, NOW, Clock, Wallet, tiny_models
+
+from kvasir_console.config import ServedModel
+from kvasir_console.errors import UsageError
+from kvasir_console.node.gateway.app import make_app
+from kvasir_console.node.gateway.catalog import read_catalog
+from kvasir_console.node.gateway.census import Census
+from kvasir_console.node.gateway.coverage import parse_report
+from kvasir_console.node.gateway.identity import Identity, Secrets
+from kvasir_console.node.gateway.plans import make_rings
+from kvasir_console.node.gateway.rings_command import describe
+from kvasir_console.node.gateway.standbys import READY_S, Standbys
+from kvasir_console.node.gateway.store import Store
+from kvasir_console.node.placement.plan import verify_plan
+from kvasir_console.relay.closing import CloseCode
+from kvasir_console.relay.hub import SessionCount
+
+GRACE_S = 60.0
+DAVE = Wallet("dave")
+
+
+def session(key: str, wallet: Wallet) -> SessionCount:
+    return SessionCount(key, wallet.address, 0, 0, True, 1, NOW, None)
+
+
+@dataclass
+class Relay:
+    """Which sessions there are, and which were ended; at the seam ``Sessions``."""
+
+    live: list[SessionCount] = field(default_factory=list)
+    ended: list[tuple[str | None, str | None, int]] = field(default_factory=list)
+
+    def sessions(self) -> list[SessionCount]:
+        return self.live
+
+    async def close_sessions(
+        self, *, wallet: str | None = None, key: str | None = None, code: int = 1000, reason: str = ""
+    ) -> int:
+        self.ended.append((wallet, key, code))
+        return 1
+
+
+class Gateway:
+    def __init__(self, directory: Path, models: tuple[ServedModel, ...]) -> None:
+        self.clock, self.relay, self.census = Clock(), Relay(), Census()
+        self.secrets = Secrets.load(directory / "secrets")
+        self.store = Store.open(f"sqlite:///{directory / 'g.sqlite'}")
+        self.identity = Identity(self.secrets, self.store, self.clock)
+        self.identity.domains = (DOMAIN,)
+        self.rings = make_rings(read_catalog(models).values(), self.store, self.identity)
+        self.standbys = Standbys(
+            self.rings,
+            self.store,
+            self.identity,
+            self.census,
+            self.relay,
+            grace_s=GRACE_S,
+            missing=lambda ring: f"rank 1 of {ring} is not connected",
+            clock=self.clock,
+            monotonic=self.clock,
+        )
+        self.connected(ALICE, BOB)
+
+    def connected(self, *wallets: Wallet) -> None:
+        self.relay.live = [session(f"{DENSE}/0/{'PN'[n]}", wallet) for n, wallet in enumerate(wallets)]
+
+    def reports(self, wallet: Wallet, *, stands_by: bool = True) -> None:
+        body = {"worker_id": f"of-{wallet.label}", "model": DENSE, "segments": [], "stands_by": stands_by}
+        self.census.report(wallet.address, parse_report(body), self.clock())
+
+    @property
+    def plan(self) -> Any:
+        return self.rings[DENSE].plan
+
+    @asynccontextmanager
+    async def http(self) -> AsyncIterator[httpx.AsyncClient]:
+        transport = httpx.ASGITransport(make_app(self.standbys.routes()))
+        headers = {"X-Kvasir-Service-Token": self.secrets.service_token}
+        async with httpx.AsyncClient(transport=transport, base_url="http://gateway", headers=headers) as client:
+            yield client
+
+
+@pytest.fixture
+def ring(tmp_path: Path) -> tuple[ServedModel, ...]:
+    _, dense = tiny_models(tmp_path)
+    return (replace(dense, replicas=((), (CAROL.address, DAVE.address))),)
+
+
+@pytest.fixture
+def gateway(tmp_path: Path, ring: tuple[ServedModel, ...]):
+    made = Gateway(tmp_path, ring)
+    yield made
+    made.store.close()
+
+
+async def test_a_window_whose_node_stays_away_goes_to_who_stands_by(gateway: Gateway) -> None:
+    assert gateway.plan.generation == 1
+    await gateway.standbys.look()
+    gateway.connected(ALICE)
+    await gateway.standbys.look()
+    gateway.clock.now += GRACE_S + 1
+    gateway.reports(CAROL, stands_by=False)  # it has not fetched the window yet
+    await gateway.standbys.look()
+    assert gateway.plan.generation == 1
+    gateway.reports(CAROL)
+    await gateway.standbys.look()
+    assert gateway.plan.generation == 2
+    assert gateway.plan.stage_of(CAROL.address).rank == 1
+    assert gateway.plan.stages[1].replicas == (DAVE.address, BOB.address)
+    assert verify_plan(gateway.rings[DENSE].signed, gateway.identity.hub_key) == gateway.plan
+    await gateway.standbys.look()
+    assert gateway.plan.generation == 2
+
+
+async def test_who_reported_long_ago_is_passed_over_and_who_was_replaced_is_cut_off(gateway: Gateway) -> None:
+    gateway.reports(CAROL)
+    gateway.clock.now += READY_S + 1
+    gateway.reports(DAVE)
+    move = await gateway.standbys.move(DENSE, 1, DAVE.address, "a test")
+    assert (move.old, move.new, move.generation) == (BOB.address, DAVE.address, 2)
+    assert gateway.relay.ended == [(BOB.address, f"{DENSE}/0/N", CloseCode.FORBIDDEN)]
+    (shown,) = gateway.standbys.rings()
+    assert shown["stages"][1]["replicas"] == [
+        {"wallet": CAROL.address, "ready": False},
+        {"wallet": BOB.address, "ready": False},
+    ]
+
+
+async def test_a_restart_goes_on_with_the_moved_plan_and_a_changed_configuration_begins_anew(
+    gateway: Gateway, tmp_path: Path, ring: tuple[ServedModel, ...]
+) -> None:
+    await gateway.standbys.move(DENSE, 1, CAROL.address, "a test")
+    moved = gateway.plan
+    gateway.store.close()
+    again = Gateway(tmp_path, ring)
+    assert again.plan == moved
+    again.store.close()
+    (model,) = ring
+    changed = Gateway(tmp_path, (replace(model, replicas=((), (DAVE.address,))),))
+    assert changed.plan.generation == 3
+    assert changed.plan.stages[1].wallet == BOB.address
+    changed.store.close()
+
+
+async def test_who_was_seen_before_a_restart_is_gone_after_it_and_who_never_was_is_waited_for(
+    gateway: Gateway, tmp_path: Path, ring: tuple[ServedModel, ...]
+) -> None:
+    async def restarted(connected: Wallet, generation: int) -> None:
+        again = Gateway(tmp_path, ring)
+        again.connected(connected)
+        await again.standbys.restore()
+        await again.standbys.look()
+        again.clock.now += GRACE_S + 1
+        again.reports(CAROL)
+        await again.standbys.look()
+        assert again.plan.generation == generation
+        again.store.close()
+
+    await restarted(ALICE, 1)
+    await gateway.standbys.look()  # Bob is there, for the first time
+    await restarted(ALICE, 2)
+
+
+async def test_the_operator_sees_and_moves_with_the_service_token_only(gateway: Gateway) -> None:
+    await gateway.standbys.look()
+    gateway.connected(ALICE)
+    await gateway.standbys.look()
+    gateway.clock.now += 12
+    async with gateway.http() as client:
+        assert (await client.get("/api/rings", headers={"X-Kvasir-Service-Token": "no"})).status_code == 403
+        body = {"ring": DENSE, "rank": 1, "wallet": CAROL.address}
+        refused = await client.post("/api/rings/move", json=body, headers={"X-Kvasir-Service-Token": "no"})
+        assert refused.status_code == 403
+        before = (await client.get("/api/rings")).json()
+        stage = before["rings"][0]["stages"][1]
+        assert (stage["wallet"], stage["connected"], stage["gone_s"]) == (BOB.address, False, 12)
+        assert f"gone for 12 s\n    stands by: {CAROL.address} (not ready)" in describe(before)
+        assert f"{DENSE}, generation 1; rank 1 of {DENSE} is not connected" in describe(before)
+        assert (await client.post("/api/rings/move", json=body)).status_code == 200
+        after = (await client.get("/api/rings")).json()
+        assert after["rings"][0]["stages"][1]["wallet"] == CAROL.address
+        assert [each["why"] for each in after["moves"]] == ["the operator asked for it"]
+        assert f"moved from {BOB.address} to {CAROL.address}, generation 2" in describe(after)
+        assert json.loads(gateway.rings[DENSE].text)["generation"] == 2
+
+
+@pytest.mark.parametrize(
+    ("ring_id", "rank", "wallet", "code"),
+    [
+        ("other", 1, CAROL.address, "unknown_ring"),
+        (DENSE, 2, CAROL.address, "unknown_rank"),
+        (DENSE, -1, CAROL.address, "unknown_rank"),
+        (DENSE, 1, BOB.address, "serves_already"),
+        (DENSE, 1, ALICE.address, "serves_already"),
+        (DENSE, 1, "nobody", "bad_wallet"),
+    ],
+)
+async def test_a_move_that_cannot_be_is_refused(
+    gateway: Gateway, ring_id: str, rank: int, wallet: str, code: str
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        await gateway.standbys.move(ring_id, rank, wallet, "a test")
+    assert caught.value.code == code
+    assert gateway.plan.generation == 1

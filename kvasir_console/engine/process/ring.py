@@ -303,9 +303,9 @@ class RingNode:
                     if item.request_id in self.window:
                         self.answers.fail(item.request_id, error)
             case FrameKind.ERROR:
-                error = wire.encode_error(wire.decode_error(frame.payload))  # it is kept: no longer than ours are
+                payload = wire.encode_error(wire.decode_error(frame.payload))  # it is kept: no longer than ours are
                 for item in frame.items:
-                    self._end(item.request_id, error)
+                    self._end(item.request_id, payload)
             case FrameKind.TOKEN if first:
                 self.on_times(frame)
                 for item, token in zip(frame.items, wire.decode_tokens(frame), strict=True):

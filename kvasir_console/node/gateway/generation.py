@@ -124,9 +124,11 @@ class Generation:
 
     def _checked(self, done: DoneEvent) -> DoneEvent:
         """The end as far as it agrees with what was seen here. Raises ``EngineError`` for what is none."""
-        counts = (done.rows, done.pairs_local, done.pairs_remote, done.failovers)
-        counts += (done.decode_steps, done.drafted_tokens, done.accepted_tokens)
-        sound = all(type(count) is int and 0 <= count < 2**63 for count in counts) and math.isfinite(done.queued_ms)
+        counts: tuple[object, ...] = (
+            *(done.rows, done.pairs_local, done.pairs_remote, done.failovers),
+            *(done.decode_steps, done.drafted_tokens, done.accepted_tokens),
+        )
+        sound = all(isinstance(count, int) and 0 <= count < 2**63 for count in counts) and math.isfinite(done.queued_ms)
         if not sound or not _is_text(done.tail) or not (done.trace_path is None or _is_text(done.trace_path)):
             raise EngineError("engine_misbehaved", "The engine ended the answer with something that is no end.")
         return replace(

@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from kvasir_console.bench.agreement import agreement
 from kvasir_console.bench.faults import Fault, Kind, schedule
 from kvasir_console.bench.models import Recipe, write_model
 from kvasir_console.bench.network import Layout, RingNetwork
@@ -133,7 +134,9 @@ async def run(plan: Plan, say: Say, keep: Path | None = None) -> dict[str, Any]:
         say(f"The same under {len(faults)} faults")
         async with RowCount(net) as rows:
             batch, events = await disturbed(net, made, plan.tokens, faults, say)
-        return report(plan, calm, batch, events, rows)
+        say("Every link is cut once more; hub and nodes compare what they counted")
+        counts = await agreement(net)
+        return report(plan, calm, batch, events, rows) | {"counts": counts}
 
 
 @contextlib.asynccontextmanager
@@ -367,6 +370,13 @@ def describe(report: dict[str, Any]) -> str:
             f"after a kill all requests went on within {report['recovery_ms_p50'] / 1e3:.1f} s (median of "
             f"{report['kills']}), {report['recovery_ms_max'] / 1e3:.1f} s at most"
         )
+    if (counts := report.get("counts")) is not None:
+        lines.append(
+            f"hub and nodes count the same bytes in {counts['sessions_alike']} of {counts['sessions']} sessions "
+            f"({counts['bytes_up'] + counts['bytes_down']} bytes, {counts['disputed_bytes']} disputed); "
+            f"{counts['acknowledged']} of {counts['members']} nodes acknowledged their statements"
+        )
+        lines += [f"  refused: {why}" for why in counts["refused"]]
     for each in report["schedule"]:
         took = "not recovered" if each["recovery_ms"] is None else f"{each['recovery_ms'] / 1e3:6.2f} s"
         where = each["target"] if each["part"] == "link" else f"{each['target']} {each['part']}"

@@ -19,6 +19,7 @@ from kvasir_console import __version__
 from kvasir_console.errors import ConfigError, KvasirError, LedgerError, NetworkError, WalletError
 from kvasir_console.relay.tls import client_context, is_loopback
 from kvasir_console.relay.wire.statement import MAX_ROTATIONS, Rotation
+from kvasir_console.relay.wire.texts import loads
 
 USER_AGENT = f"kvasir-console/{__version__}"
 """Edge networks refuse library default agents with a bare 403."""
@@ -221,8 +222,8 @@ class Market:
         except httpx.HTTPError as error:
             raise unreachable(self.gateway, error) from error
         data: Any = None
-        with contextlib.suppress(ValueError, RecursionError):
-            data = httpx.Response(200, content=content).json()
+        with contextlib.suppress(ValueError):
+            data = loads(content)
         if not response.is_success:  # a redirect is none: the token goes to the configured host only
             raise _refusal(path, response, data)
         if not isinstance(data, dict):

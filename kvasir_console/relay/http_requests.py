@@ -48,13 +48,7 @@ class RequestHead:
             raise HeadError(400, "the request line is malformed")
         if parts[2] not in (b"HTTP/1.1", b"HTTP/1.0"):
             raise HeadError(505, "only HTTP/1.1 and HTTP/1.0 are spoken here")
-        fields = []
-        for each in lines:
-            name, colon, value = each.partition(b":")
-            if not colon or not _TOKEN.fullmatch(name) or not _VALUE.fullmatch(value):
-                raise HeadError(400, "a header field is malformed")
-            fields.append((name.lower(), value.strip(b" \t")))
-        head = cls(parts[0], parts[1], parts[2], tuple(fields))
+        head = cls(parts[0], parts[1], parts[2], tuple(_field(each) for each in lines))
         head.content_length()
         return head
 
@@ -96,6 +90,17 @@ class RequestHead:
         lines = [b" ".join((self.method, self.target, self.version))]
         lines += [name + b": " + value for name, value in fields]
         return b"\r\n".join(lines) + b"\r\n\r\n"
+
+
+def _field(line: bytes) -> tuple[bytes, bytes]:
+    """A header or trailer field without its line end. Raises ``HeadError``.
+
+    A bare LF in it would be the end of a line, or of the whole message, to another reader.
+    """
+    name, colon, value = line.partition(b":")
+    if not colon or not _TOKEN.fullmatch(name) or not _VALUE.fullmatch(value):
+        raise HeadError(400, "a header field is malformed")
+    return name.lower(), value.strip(b" \t")
 
 
 class _Part(Enum):
@@ -208,6 +213,8 @@ class RequestStream:
         if end < 0:
             return False
         line = self._take(end + 2)
+        if line != b"\r\n":
+            _field(line[:-2])
         out += line
         self._left -= len(line)
         if line == b"\r\n":

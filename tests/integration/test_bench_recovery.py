@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvasir_console.bench import recovery
+from kvasir_console.bench.agreement import agreement
 from kvasir_console.bench.faults import Fault, Kind, Part
 
 FAULTS = (
@@ -26,10 +27,16 @@ async def test_requests_outlive_kills_and_cuts_with_the_tokens_of_an_undisturbed
         assert len({run.tokens for run in calm.runs}) == 8
         async with recovery.RowCount(net) as rows:
             batch, events = await recovery.disturbed(net, made, plan.tokens, FAULTS, print)
+        counts = await agreement(net)
         report = recovery.report(plan, calm, batch, events, rows)
     assert report["errors"] == []
     assert (report["requests"], report["completed"], report["identical"]) == (8, 8, 8)
     assert report["faults"] == report["faults_with_work_in_flight"] == len(FAULTS)
     assert all(event.recovery_ms is not None for event in events)
+    # The hub was cut off, engines and a console were killed: both sides still count the same, and say so.
+    assert counts["sessions_alike"] == counts["sessions"] >= counts["members"] == 7
+    assert counts["disputed_bytes"] == 0
+    assert min(counts["bytes_up"], counts["bytes_down"]) > 0
+    assert (counts["acknowledged"], counts["refused"]) == (7, [])
     # Three ranks were lost one after the other. Had everybody begun anew each time, all ranks had computed all rows.
     assert 0 < report["recomputed_rows"] < report["rows_from_scratch"]

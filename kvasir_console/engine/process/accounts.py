@@ -13,6 +13,10 @@ from kvasir_console.engine.process import checks
 from kvasir_console.engine.process.worker import SessionStats, Slice
 from kvasir_console.relay.wire import dispatch
 
+MAX_ACCOUNTS = 8192
+"""A reading of all of them fits a control message. A worker names its slices itself, any part of what it was admitted
+with, so those that never did anything make room."""
+
 
 class Accounts:
     """Accounts by session, wallet and slice; they outlive connections."""
@@ -23,8 +27,13 @@ class Accounts:
         self._stats: dict[tuple[str, str, int, int, int], SessionStats] = {}
 
     def of(self, session: str, wallet: str, held: Slice) -> SessionStats:
+        """Raises ``ValueError`` if there is no room for another."""
         key = (session, wallet, held.layer, held.begin, held.end)
         with self._lock:
+            if key not in self._stats and len(self._stats) >= MAX_ACCOUNTS:
+                self._stats = {each: stats for each, stats in self._stats.items() if _worth_keeping(stats)}
+                if len(self._stats) >= MAX_ACCOUNTS:
+                    raise ValueError(f"{len(self._stats)} slices have an account already")
             return self._stats.setdefault(key, SessionStats(*key, proven=self._trial_pairs == 0))
 
     def pay(self, stats: SessionStats, request: dispatch.Request, checked_pairs: int = 0) -> None:
@@ -56,3 +65,7 @@ class Accounts:
     def coverage(self) -> list[dict[str, Any]]:
         with self._lock:
             return [asdict(stats) for stats in self._stats.values()]
+
+
+def _worth_keeping(stats: SessionStats) -> bool:
+    return bool(stats.requests or stats.failures or stats.mismatches or stats.connected or stats.quarantined)

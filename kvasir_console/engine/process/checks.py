@@ -151,6 +151,11 @@ def _reply_noise(b: NDArray[np.float64], dtype: str) -> tuple[NDArray[np.float64
     return unit * np.sqrt(np.mean(b * b, axis=1) / 3), 2 * unit * peak
 
 
+def generator(seed: int | str) -> np.random.Generator:
+    """Draws that nobody foresees who does not know ``seed``."""
+    return np.random.Generator(np.random.PCG64(random.Random(seed).getrandbits(128)))  # noqa: S311
+
+
 @dataclass(slots=True)
 class Sampler:
     """Which pairs of a request are looked at, unpredictably to whoever answers it."""
@@ -162,7 +167,7 @@ class Sampler:
     _rng: Any = field(init=False)
 
     def __post_init__(self) -> None:
-        self._rng = np.random.Generator(np.random.PCG64(random.Random(self.seed).getrandbits(128)))  # noqa: S311
+        self._rng = generator(self.seed)
 
     def draw(self, n_pairs: int) -> I64:
         """Indices of the pairs to look at, ascending."""

@@ -261,7 +261,8 @@ class EngineClient:
         try:
             while True:
                 message = await control.read_message(self._reader)
-                queue = self._waiting.get(message.get("id", 0))
+                number = message.get("id", 0)
+                queue = self._waiting.get(number) if isinstance(number, int) else None
                 if queue is not None:
                     queue.put_nowait(message)
                 elif self.on_event is not None and "event" in message and not message.get("id"):

@@ -75,6 +75,7 @@ class Examiner:
         self._evidence = evidence_directory
         self._caught = caught
         self._samplers: dict[str, checks.Sampler] = {}
+        self._rows = checks.generator(secrets.token_hex(16) if seed is None else f"{seed}:rows")
         self._disputes: deque[_Dispute] = deque(maxlen=MAX_DISPUTES)
         self.checked_pairs = 0
         self.mismatches = 0
@@ -108,12 +109,13 @@ class Examiner:
 
     def compare(self, part: Part, rows: I64, one: Answered, other: Answered | None) -> bool:
         """Two answers to the same rows: whether they agree. If not, the first doubtful row is computed here at the next
-        occasion, and whoever is wrong is caught. Without another (it was computed here, and is gone) the first row is.
+        occasion, and whoever is wrong is caught. Without another (it was computed here, and is gone) some row is, which
+        nobody can foresee: who is late on purpose would else compute just that one.
 
         Args:
             rows: (C,) rows of the part's frame that the answers are to.
         """
-        at = 0
+        at = int(self._rows.integers(len(one.values)))
         if other is not None:
             apart = np.flatnonzero(checks.differ(one.values, other.values, one.worker.dtype, other.worker.dtype))
             if not len(apart):
@@ -173,6 +175,7 @@ class Examiner:
         self.mismatches += 1
         worker.stats[layer].mismatches += 1
         voided = self._accounts.convict(worker.name, worker.wallet) or 0
+        seen, values, terms = _around(seen, values, terms, fault.row)
         case = evidence.Case(
             session=worker.name,
             wallet=worker.wallet,
@@ -211,6 +214,12 @@ def some_rows(request: dispatch.Request, rows: I64) -> dispatch.Request:
         request.ids[which],
         _weights(request)[which],
     )
+
+
+def _around(seen: dispatch.Request, values: F32, terms: F32, row: int) -> tuple[dispatch.Request, F32, F32]:
+    """As much of a judged request as is kept: the guilty row and those after it."""
+    kept = np.arange(row, min(row + evidence.MAX_ROWS, len(values)))
+    return some_rows(seen, kept), values[kept], terms[np.isin(seen.row_idx, kept)]
 
 
 def as_received(worker: Worker, request: dispatch.Request) -> dispatch.Request:

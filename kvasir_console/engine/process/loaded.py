@@ -45,6 +45,8 @@ from kvasir_console.relay.wire.values import Dtype
 log = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]
 Announce = Callable[[dict[str, Any]], None]
+MAX_DIGESTS = 4096
+"""Of slices that workers named, kept so that each is hashed once."""
 MAX_SLICES = 64
 """Most banks of experts in one engine."""
 CONTEXT_CAP = 8192
@@ -312,6 +314,7 @@ async def _load_stage(
 def _digests_of(path: Path) -> DigestOf:
     """Shard digests of slices of the model at ``path``, each computed once, off the loop."""
     known: dict[Slice, bytes] = {}
+    one_at_a_time = asyncio.Lock()
 
     def read(held: Slice) -> bytes:
         try:
@@ -322,9 +325,12 @@ def _digests_of(path: Path) -> DigestOf:
             return UNKNOWN_DIGEST
 
     async def digest_of(held: Slice) -> bytes:
-        if held not in known:
-            known[held] = await asyncio.to_thread(read, held)
-        return known[held]
+        async with one_at_a_time:
+            if held not in known:
+                if len(known) >= MAX_DIGESTS:
+                    known.clear()
+                known[held] = await asyncio.to_thread(read, held)
+            return known[held]
 
     return digest_of
 

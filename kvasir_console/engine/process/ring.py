@@ -28,6 +28,7 @@ from kvasir_console.engine.process import ring_whole
 from kvasir_console.engine.process.answers import Answers
 from kvasir_console.engine.process.budget import KvBudget
 from kvasir_console.engine.process.compute import Compute
+from kvasir_console.engine.process.pipeline import MAX_RING_SEQUENCES
 from kvasir_console.engine.process.ring_edge import SILENCE_S, Edge, StaleError
 from kvasir_console.engine.process.ring_link import RowLink, TokenLink
 from kvasir_console.engine.process.ring_window import Advanced, RingWindow
@@ -39,6 +40,7 @@ from kvasir_console.relay.wire.ring import Frame, FrameKind
 
 log = logging.getLogger(__name__)
 
+FRAME_BYTES, ITEM_BYTES = 512, 256
 INBOX_BYTES = 64 * 2**20
 """Frames that came and wait for the compute thread; more are not read from the edges."""
 ROLL_S = 10.0
@@ -216,7 +218,7 @@ class RingNode:
         if frame.kind is FrameKind.LOST:
             edge.said = wire.decode_lost(frame, self.config.size)  # looked at in turn: a peer may say it often
             return
-        self._inbox_bytes += len(frame.payload)
+        self._inbox_bytes += _held_bytes(frame)
         self._inbox.put_nowait((edge, frame, self._clock()))
         if self._inbox_bytes > INBOX_BYTES:
             self._room.clear()
@@ -311,6 +313,7 @@ class RingNode:
         """Close both edges, for good."""
         for edge in self._edges():
             edge.close("this rank leaves")
+        self._room.set()
         for task in self._tasks:
             task.cancel()
 
@@ -326,7 +329,7 @@ class RingNode:
                 if frame is None:
                     self._say_held(edge)
                     continue
-                self._inbox_bytes -= len(frame.payload)
+                self._inbox_bytes -= _held_bytes(frame)
                 if self._inbox_bytes <= INBOX_BYTES:
                     self._room.set()
                 await self._handle(edge, frame, came)
@@ -347,8 +350,9 @@ class RingNode:
                     if item.request_id in self.window:
                         self.answers.fail(item.request_id, error)
             case FrameKind.ERROR:
+                payload = wire.encode_error(wire.decode_error(frame.payload))  # it is kept: no longer than ours are
                 for item in frame.items:
-                    self._end(item.request_id, frame.payload)
+                    self._end(item.request_id, payload)
             case FrameKind.TOKEN if first:
                 self.on_times(frame)
                 for item, token in zip(frame.items, wire.decode_tokens(frame), strict=True):
@@ -484,8 +488,13 @@ class RingNode:
 
 
 def _check_count(entries: dict[int, Any]) -> None:
-    if len(entries) > wire.MAX_ITEMS:
-        raise wire.RingError(f"a peer holds more than {wire.MAX_ITEMS} sequences", "count")
+    if len(entries) > MAX_RING_SEQUENCES:
+        raise wire.RingError(f"a peer holds more than {MAX_RING_SEQUENCES} sequences", "count")
+
+
+def _held_bytes(frame: Frame) -> int:
+    """About what a frame takes while it waits: its items are objects by then."""
+    return FRAME_BYTES + ITEM_BYTES * len(frame.items) + len(frame.payload)
 
 
 def _ignore(_frame: Frame) -> None:

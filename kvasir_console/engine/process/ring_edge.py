@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 
+from kvasir_console.engine.process.link import CLOSE_TIMEOUT_S
 from kvasir_console.errors import EngineError
 from kvasir_console.relay.wire import ring as wire
 from kvasir_console.relay.wire.ring import Frame, FrameKind
@@ -22,6 +23,8 @@ log = logging.getLogger(__name__)
 
 PING_S = 5.0
 SILENCE_S = 15.0
+MAX_UNREAD_BYTES = 2**20
+"""A peer that takes so little of what it is sent gets no PONG; it hears of us by everything else."""
 _STAMP = struct.Struct("<d")
 
 OnFrame = Callable[["Edge", Frame], Awaitable[None]]
@@ -86,6 +89,8 @@ class Edge:
             self._more.set()
             with contextlib.suppress(OSError):
                 self._writer.close()
+            # A peer that reads nothing would else keep ``run`` from its end.
+            asyncio.get_running_loop().call_later(CLOSE_TIMEOUT_S, self._writer.transport.abort)
 
     async def run(self, role: bytes, peer_role: bytes, hello: Frame, on_frame: OnFrame) -> str:
         """Serve the edge until it ends; returns why it did.
@@ -121,11 +126,15 @@ class Edge:
 
     async def _take(self, frame: Frame, epoch: int, on_frame: OnFrame) -> None:
         match frame.kind:
+            case FrameKind.PING if self._writer.transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
+                pass
             case FrameKind.PING:
                 self.say(Frame(FrameKind.PONG, epoch, payload=frame.payload))
             case FrameKind.PONG:
                 if len(frame.payload) == _STAMP.size:
                     self.rtt_ms = (self._clock() - _STAMP.unpack(frame.payload)[0]) * 1e3
+            case FrameKind.HELLO if self.ready:  # each would be answered by all that is known here
+                raise wire.RingError("a second HELLO")
             case FrameKind.HELLO:
                 await on_frame(self, frame)
             case _ if not self.ready:

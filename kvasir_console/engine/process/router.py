@@ -133,6 +133,9 @@ class Router:
             digest_of=self._digest_of,
         )
         await worker.open()
+        if self._accounts.quarantined(preamble.session, preamble.wallet):  # it may have been caught meanwhile
+            worker.drop("quarantined")
+            raise ValueError(f"session {preamble.session} is quarantined")
         if older := self._roster.get(key):
             self._drop(older, "replaced by a newer connection")
         session = self._roster.add(key, worker, self._clock())
@@ -274,7 +277,7 @@ class Router:
 
     def _prepare(self, part: Part) -> None:
         """Get ready to look at an answer while it travels. Under load another wallet's worker does."""
-        session = self._roster.get(part.asks[0].key)
+        session = self._connected(part.asks[0])
         if session is None or not len(part.drawn):
             return
         if self._roster.elastic.saturated and session.worker.stats[part.layer].proven:
@@ -290,7 +293,13 @@ class Router:
     def _part(self, key: str, layer: int, x: torch.Tensor, pairs: Pairs, frame: tuple[I64, I64]) -> Part | None:
         session = self._roster.get(key)
         sent, row_idx = frame
-        if session is None or not len(pairs) or not session.worker.fits(len(sent), len(pairs)):
+        # Between the plan and now another connection may have taken its place, with other experts.
+        if (
+            session is None
+            or layer not in session.worker.stats
+            or not len(pairs)
+            or not session.worker.fits(len(sent), len(pairs))
+        ):
             return None
         request = dispatch.Request(
             wire=session.worker.wire,
@@ -310,14 +319,15 @@ class Router:
         session, now = self._roster.get(key), self._clock()
         late_ms = session.pace.late_ms(len(part.pairs)) if session else 0.0
         part.asked.append(key)
-        return Ask(key, part, now, now + min(late_ms / 1e3, self._timeout_s))
+        worker = None if session is None else session.worker
+        return Ask(key, part, now, now + min(late_ms / 1e3, self._timeout_s), worker)
 
     def ask(self, asks: Sequence[Ask]) -> None:
         self.counters.asks += len(asks)
         for ask in asks:
             if len(ask.part.asked) == 1:
                 self._budget.asked()
-            if session := self._roster.get(ask.key):
+            if session := self._connected(ask):
                 session.open_asks.add(ask)
         self._loop.call_soon_threadsafe(self._start, list(asks))
 
@@ -337,14 +347,14 @@ class Router:
                 found = None
             self.counters.hedges += 1
             for ask in part.asks:
-                if slow := self._roster.get(ask.key):
+                if slow := self._connected(ask):
                     slow.worker.stats[part.layer].hedges += 1
         return found
 
     def accept(self, ask: Ask, values: F32) -> bool:
-        part, session = ask.part, self._roster.get(ask.key)
+        part, session = ask.part, self._connected(ask)
         if session is None:
-            return False  # it was caught or dropped while this answer waited
+            return False  # it was caught, dropped or replaced while this answer waited
         worker, stats = session.worker, session.worker.stats[part.layer]
         if part.cross is not None and stats.proven:
             one = Answered(worker, values[part.drawn])
@@ -361,6 +371,11 @@ class Router:
 
     def leave(self, ask: Ask) -> None:
         ask.reply.add_done_callback(functools.partial(self._came_late, ask))
+
+    def _connected(self, ask: Ask) -> Session | None:
+        """The session that was asked, if it is still the same connection."""
+        session = self._roster.get(ask.key)
+        return session if session is not None and session.worker is ask.worker else None
 
     # -- frames, on the loop ------------------------------------------------------------------------------------------
 
@@ -385,7 +400,7 @@ class Router:
 
     async def _answer(self, ask: Ask) -> None:
         """Ask, and set the reply, whatever comes."""
-        session = self._roster.get(ask.key)
+        session = self._connected(ask)
         if session is None:
             ask.reply.set_exception(ConnectionResetError("the session is closed"))
             return
@@ -418,15 +433,14 @@ class Router:
     def _came_late(self, ask: Ask, reply: Any) -> None:
         """An answer that another one, or this machine, was faster than. It is paid if its slice is proven and it says
         the same; if it does not, it is found out who is wrong."""
-        session, part = self._roster.get(ask.key), ask.part
+        session, part = self._connected(ask), ask.part
         if reply.cancelled() or reply.exception() is not None or session is None:
             return
         stats = session.worker.stats[part.layer]
         if not stats.proven:
             return
         rows = np.arange(len(part.sent))
-        used = self._roster.get(part.answered_by)
-        other = None if used is None or part.answer is None else Answered(used.worker, part.answer)
+        other = None if part.answerer is None or part.answer is None else Answered(part.answerer, part.answer)
         late = Answered(session.worker, reply.result(), part.request)
         if self._examiner.compare(part, rows, late, other):
             self._accounts.pay(stats, part.request)
@@ -434,15 +448,19 @@ class Router:
     async def _cross_check(self, part: Part, rows: I64, one: Answered) -> None:
         """Ask another wallet's worker for the drawn rows of an answer."""
         session = self._roster.get(part.cross)
-        if session is None:
-            return
         request = some_rows(part.request, rows)
-        with contextlib.suppress(OSError, EOFError, TimeoutError, ValueError, WorkerError):
+        try:
+            if session is None:
+                raise ConnectionResetError("the session is closed")
             async with asyncio.timeout(self._timeout_s):
                 values = await session.worker.ask(part.layer, request, pay=False)
-            if self._examiner.compare(part, rows, one, Answered(session.worker, values, request)):
-                self._accounts.pay(session.worker.stats[part.layer], request)
-                self._examiner.checked_pairs += request.n_pairs
+        except (OSError, EOFError, TimeoutError, ValueError, WorkerError):
+            # Whoever is asked can tell a check by its few rows: silence must not be a way past it.
+            self._examiner.compare(part, rows, one, None)
+            return
+        if self._examiner.compare(part, rows, one, Answered(session.worker, values, request)):
+            self._accounts.pay(session.worker.stats[part.layer], request)
+            self._examiner.checked_pairs += request.n_pairs
 
 
 def _key(session: str, wallet: str) -> str:

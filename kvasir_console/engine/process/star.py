@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvasir_console.engine.process.sums import F32, I64, Pairs, Sum
+from kvasir_console.engine.process.worker import Worker
 from kvasir_console.relay.wire import dispatch
 from kvasir_console.relay.wire.preamble import Wire
 
@@ -44,6 +45,8 @@ class Part:
     """Who is asked for the drawn rows too, instead of computing them here."""
     answer: F32 | None = None
     answered_by: str | None = None
+    answerer: Worker | None = None
+    """The connection that ``answer`` came on."""
     answered_at: float = 0.0
 
     @property
@@ -60,6 +63,8 @@ class Ask:
     sent_at: float
     late_at: float
     """When it counts as late, on the same clock."""
+    worker: Worker | None = None
+    """The connection it goes out on. One that took its place since holds, speaks and is owed something else."""
     answered_at: float = 0.0
     reply: concurrent.futures.Future[F32] = field(default_factory=concurrent.futures.Future)
 
@@ -129,7 +134,12 @@ def _settle(
             continue
         values = ask.reply.result()
         if desk.accept(ask, values):
-            part.answer, part.answered_by, part.answered_at = values, ask.key, ask.answered_at
+            part.answer, part.answered_by, part.answerer, part.answered_at = (
+                values,
+                ask.key,
+                ask.worker,
+                ask.answered_at,
+            )
             break
     hedge = bool(part.asks) and all(ask.late_at <= clock() for ask in part.asks)
     if part.answer is None and (hedge or not part.asks):

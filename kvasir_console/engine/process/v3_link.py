@@ -29,6 +29,8 @@ DEAD_AFTER_S = 10.0
 """A worker that sends nothing for so long after a PING is gone; with the pause before it, in 15 s at most."""
 STALL_S = 1.0
 """A wait that took so much longer than it should."""
+MAX_UNREAD_BYTES = 64 * 1024
+"""PONGs that a worker asked for and may not have read; for more, nothing is read from it until it reads."""
 LINGER_S = 0.1
 """A worker that wants to leave is kept so long after its last answer: a step that was planned with it may still ask."""
 
@@ -61,6 +63,7 @@ class V3Link:
         self._heard_at = clock()
         self._pinged_at: float | None = None
         self._why = "the worker closed the stream"
+        self._owed_bytes = 0
         self._waiting: dict[int, asyncio.Future[Answered]] = {}
         self._turn = asyncio.Lock()
         self._freed = asyncio.Event()
@@ -134,6 +137,9 @@ class V3Link:
                 if not data:
                     break
                 self._take(data)
+                if self._owed_bytes > MAX_UNREAD_BYTES:
+                    await self._outbox.ready()
+                    self._owed_bytes = 0
         finally:
             watch.cancel()
         return self._why
@@ -159,6 +165,7 @@ class V3Link:
         except V3Error as error:
             raise ValueError(f"{error} ({error.reason})") from error
         finally:
+            self._owed_bytes += sum(len(piece) for piece in self._end.outgoing)
             self._post()
             self._freed.set()
 
@@ -196,6 +203,7 @@ class V3Link:
                 if silent_s >= self._dead_after_s:
                     why = f"the worker gave no sign of life for {silent_s:.0f} s"
                     self._reader.set_exception(ConnectionAbortedError(why))
+                    self._outbox.close()  # it may be the one that waits, for a worker that reads nothing
                     return
 
     def _post(self) -> None:

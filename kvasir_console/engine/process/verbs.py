@@ -194,7 +194,8 @@ class VerbSession:
             )
             await self._send(control.failure(message, trouble))
         finally:
-            self._generating.pop(message.get("id", 0), None)
+            if isinstance(message.get("id"), int):
+                self._generating.pop(message["id"], None)
 
     async def _send(self, message: Message) -> None:
         with contextlib.suppress(OSError):

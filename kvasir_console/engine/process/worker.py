@@ -262,11 +262,13 @@ class Worker:
         )
         if not admitted or offered.layer in self.stats:
             return
-        if self._digest_of is not None and held.digest != UNKNOWN_DIGEST:
+        # Of a part of a window nobody knows a digest, and hashing what a stranger names is work for nothing.
+        digest = held.digest if offered in self._admitted else UNKNOWN_DIGEST
+        if self._digest_of is not None and digest != UNKNOWN_DIGEST:
             due = await self._digest_of(offered)
-            if due not in (UNKNOWN_DIGEST, held.digest):
+            if due not in (UNKNOWN_DIGEST, digest):
                 raise ValueError(f"the worker's experts of layer {held.layer} are not those of this model")
-        self._hold(number, offered, "" if held.digest == UNKNOWN_DIGEST else held.digest.hex())
+        self._hold(number, offered, "" if digest == UNKNOWN_DIGEST else digest.hex())
 
     def _hold(self, number: int, held: Slice, digest: str) -> None:
         self.slices += (held,)

@@ -26,6 +26,7 @@ ENTRY_TIMEOUT_S = 5.0
 """How long a request waits for a rank 0 to dial in that was not seen lately."""
 RETRY_S = 0.2
 MAX_MISSING = 200
+MAX_PROMPT_TOKENS = 2**31
 LOST = frozenset(
     {
         "engine_gone",
@@ -114,7 +115,10 @@ class _ClientBackend:
         client = await self.client()
         with _answering(self._info.name):
             async with asyncio.timeout(CALL_TIMEOUT_S):
-                return await client.count_tokens(prompt=prompt, messages=messages)
+                tokens = await client.count_tokens(prompt=prompt, messages=messages)
+            if not 0 <= tokens < MAX_PROMPT_TOKENS:  # the ring is paid for them
+                raise ValueError(f"a prompt of {tokens} tokens")
+            return tokens
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:
         client = await self.client()
@@ -268,7 +272,8 @@ class RingBackend(_ClientBackend):
         while not client.closed:
             try:
                 async with asyncio.timeout(self._silence_s):
-                    self._heard(await client.info())
+                    with _answering(self._info.name):
+                        self._heard(await client.info())
                 self._seen_at = self._clock()
             except TimeoutError:
                 log.warning("%s: rank 0 answered nothing for %g s", self._info.name, self._silence_s)
@@ -295,7 +300,7 @@ def _answering(name: str) -> Iterator[None]:
         yield
     except TimeoutError as error:
         raise EngineError("engine_silent", f"{name} does not answer.", "Try again soon.") from error
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise EngineError("engine_misbehaved", f"{name} answered with something else.", "Try again.") from error
 
 

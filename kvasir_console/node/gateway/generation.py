@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,6 +26,7 @@ log = logging.getLogger(__name__)
 SILENCE_S = 300.0
 """Longest time without an event, the prompt included (gateway contract 6.1: engine and gateway wait 300 s)."""
 COMPLETE = ("stop", "length")
+MAX_TEXT_CHARACTERS = 2**14
 TEMPLATE_TOKENS = 1024
 MESSAGE_TOKENS = 64
 
@@ -110,7 +112,7 @@ class Generation:
 
     def _take(self, event: TokenEvent) -> None:
         """Hand a token on. More than were asked for, or something else, would be paid for: refused."""
-        if type(event.token) is not int or not isinstance(event.text, str):
+        if type(event.token) is not int or not _is_text(event.text):
             raise EngineError("engine_misbehaved", "The engine sent something that is no token.")
         asked = -1 if self._request.logprobs is None else self._request.logprobs
         if (event.logprob is not None) != (asked >= 0) or len(event.top or ()) > max(asked, 0):
@@ -121,12 +123,20 @@ class Generation:
         self._events.put_nowait(event)
 
     def _checked(self, done: DoneEvent) -> DoneEvent:
-        """The end as far as it agrees with what was seen here."""
+        """The end as far as it agrees with what was seen here. Raises ``EngineError`` for what is none."""
+        counts: tuple[object, ...] = (
+            *(done.rows, done.pairs_local, done.pairs_remote, done.failovers),
+            *(done.decode_steps, done.drafted_tokens, done.accepted_tokens),
+        )
+        sound = all(isinstance(count, int) and 0 <= count < 2**63 for count in counts) and math.isfinite(done.queued_ms)
+        if not sound or not _is_text(done.tail) or not (done.trace_path is None or _is_text(done.trace_path)):
+            raise EngineError("engine_misbehaved", "The engine ended the answer with something that is no end.")
         return replace(
             done,
             finish_reason=done.finish_reason if done.finish_reason in COMPLETE else "stop",
             prompt_tokens=self._prompt_tokens,
             completion_tokens=len(self._tokens),
+            tokens=tuple(self._tokens),
             cached_tokens=min(max(done.cached_tokens, 0), self._prompt_tokens),
         )
 
@@ -211,6 +221,11 @@ def plausible_prompt_tokens(request: GenerateRequest) -> int:
         return len(request.prompt.encode()) + TEMPLATE_TOKENS
     messages = request.messages or ()
     return sum(len(str(message.get("content", "")).encode()) + MESSAGE_TOKENS for message in messages) + TEMPLATE_TOKENS
+
+
+def _is_text(value: object) -> bool:
+    """A token's text, with what a stop string held back before it, is short."""
+    return isinstance(value, str) and len(value) <= MAX_TEXT_CHARACTERS
 
 
 def _failed(why: str) -> EngineError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping
 from typing import Any, NoReturn
@@ -12,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvasir_console.errors import KvasirError, UsageError
+from kvasir_console.relay.wire.texts import loads
 from kvasir_console.wallet.keys import is_address
 
 log = logging.getLogger(__name__)
@@ -61,8 +61,8 @@ async def read_json(request: Request) -> dict[str, Any]:
         if len(body) > MAX_BODY_BYTES:
             raise UsageError("body_too_large", f"A request body has at most {MAX_BODY_BYTES} bytes.")
     try:
-        value = json.loads(bytes(body), parse_constant=_no_constant) if body else {}
-    except (ValueError, RecursionError) as error:
+        value = loads(body, _no_constant) if body else {}
+    except ValueError as error:
         raise UsageError("malformed_json", "The request body is not JSON.") from error
     if not isinstance(value, dict):
         raise UsageError("malformed_json", "The request body is not a JSON object.")

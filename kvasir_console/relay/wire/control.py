@@ -12,6 +12,7 @@ import struct
 from typing import Any, Protocol
 
 from kvasir_console.errors import KvasirError, NetworkError
+from kvasir_console.relay.wire.texts import loads
 
 MAX_MESSAGE_BYTES = 16 * 2**20
 _LENGTH = struct.Struct("<I")
@@ -48,8 +49,8 @@ async def read_message(reader: Reader, limit: int = MAX_MESSAGE_BYTES) -> Messag
         )
     body = await reader.readexactly(size)
     try:
-        message = json.loads(body)
-    except (ValueError, RecursionError) as error:
+        message = loads(body)
+    except ValueError as error:
         raise NetworkError("control_message_malformed", "A control message is not JSON.") from error
     if not isinstance(message, dict):
         raise NetworkError("control_message_malformed", "A control message is not a JSON object.")

@@ -49,6 +49,7 @@ from kvasir_console.relay.wire.ring_frame import (
     is_stale,
     read_frame,
 )
+from kvasir_console.relay.wire.texts import loads
 
 __all__ = [
     "MAX_ITEMS",
@@ -367,8 +368,8 @@ def _expect(frame: Frame, kind: FrameKind) -> None:
 
 def _load_object(text: bytes, reason: str) -> dict[str, Any]:
     try:
-        value = json.loads(text.decode(), parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
+        value = loads(text, _refuse_constant)
+    except ValueError as error:
         raise RingError("a payload is not JSON", reason) from error
     if not isinstance(value, dict):
         raise RingError("a payload is not a JSON object", reason)

@@ -45,6 +45,19 @@ def test_later_requests_of_a_connection_cannot_lie_either():
     assert out == b"GET /b HTTP/1.1\r\nx-forwarded-for: 192.0.2.7\r\nx-forwarded-proto: http\r\n\r\n"
 
 
+@pytest.mark.parametrize("trailer", [b"T: x\n", b"\n", b"T: \n", b"no colon", b"T : x", b"T: \x00", b" T: x"])
+def test_a_trailer_hides_no_request(trailer):
+    """h11 and others end a trailer at a bare LF: what follows would be a request that the front never saw."""
+    smuggled = b"GET /hidden HTTP/1.1\r\nHost: x\r\nX-Forwarded-For: 1.1.1.1\r\n\r\n"
+    stream = RequestStream("192.0.2.7", "https")
+    head = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1\r\na\r\n0\r\n"
+    with pytest.raises(HeadError) as caught:
+        stream.feed(head + trailer + b"\r\n" + smuggled)
+    assert caught.value.status == 400
+    passed = RequestStream("192.0.2.7", "https").feed(head + b"T: x\r\nU:\r\n\r\n")
+    assert passed.endswith(b"0\r\nT: x\r\nU:\r\n\r\n")
+
+
 def test_a_body_that_looks_like_a_request_stays_a_body():
     body = b"GET / HTTP/1.1\r\nX-Forwarded-For: 1.1.1.1\r\n\r\n"
     stream = RequestStream("192.0.2.7", "http")

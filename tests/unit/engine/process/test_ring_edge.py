@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from kvasir_console.engine.process.ring_edge import Edge, StaleError
+from kvasir_console.engine.process.ring_edge import MAX_UNREAD_BYTES, Edge, StaleError
 from kvasir_console.relay.wire import ring as wire
 from kvasir_console.relay.wire.ring import Frame, FrameKind, Hello
 
@@ -60,6 +60,30 @@ async def test_another_role_or_a_frame_before_hello_ends_the_edge(first: bytes) 
         writer.write(first)
         why = await edge.run(b"P", b"N", hello(), ready)
         assert "role" in why or "before HELLO" in why
+
+
+async def test_a_second_hello_ends_the_edge() -> None:
+    """Each would be answered by all that is known of every sequence."""
+    async with pair() as (mine, (_, writer)):
+        edge = Edge("next", *mine)
+        writer.write(b"N" + wire.encode(hello()) + wire.encode(hello()))
+        assert "second HELLO" in await edge.run(b"P", b"N", hello(), ready)
+
+
+async def test_a_peer_that_wants_pongs_and_reads_none_gets_no_more_of_them() -> None:
+    async with pair() as (mine, (reader, writer)):
+        edge = Edge("next", *mine)
+        reader._transport.pause_reading()  # type: ignore[attr-defined]
+        running = asyncio.create_task(edge.run(b"P", b"N", hello(), ready))
+        pings = 1000 * wire.encode(Frame(FrameKind.PING, 3, payload=bytes(64)))
+        writer.write(b"N" + wire.encode(hello()))
+        for _ in range(100):  # ten megabytes
+            writer.write(pings)
+            await writer.drain()
+        assert mine[1].transport.get_write_buffer_size() <= MAX_UNREAD_BYTES + len(pings)
+        assert edge.ready
+        edge.close("enough")
+        assert await asyncio.wait_for(running, 20) == "enough"  # though nothing that was sent is taken
 
 
 async def test_a_peer_that_says_nothing_is_given_up_and_one_that_only_pings_is_not() -> None:

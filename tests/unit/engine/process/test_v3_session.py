@@ -476,6 +476,40 @@ async def test_a_silent_worker_is_given_up_and_a_lively_one_is_timed(bank: Exper
     far_writer.close()
 
 
+async def test_a_worker_that_wants_pongs_and_reads_none_is_not_read_either() -> None:
+    """What it is owed would else grow for as long as it asks."""
+    ours, theirs = socket.socketpair()
+    far_reader, far_writer = await asyncio.open_connection(sock=theirs)
+    reader, writer = await asyncio.open_connection(sock=ours)
+    link = V3Link(Hello(8), Dtype.F32, reader, writer)
+    far_writer.write(v3.encode_hello(Hello(8)))
+    await link.open()
+    far_reader._transport.pause_reading()  # type: ignore[attr-defined]
+    running = asyncio.create_task(link.receive())
+    pings = 1000 * v3.encode(v3.Frame(v3.FrameKind.PING, payload=bytes(64)))
+    stuck, sent = False, 0
+    while not stuck and sent < 2**26:
+        far_writer.write(pings)
+        sent += len(pings)
+        try:
+            await asyncio.wait_for(far_writer.drain(), 0.5)
+        except TimeoutError:
+            stuck = True
+    assert stuck
+    assert writer.transport.get_write_buffer_size() < 2**20
+    far_reader._transport.resume_reading()  # type: ignore[attr-defined]
+    swallowing = asyncio.create_task(swallow(far_reader))
+    await asyncio.wait_for(far_writer.drain(), TIMEOUT_S)  # it reads again, and is read again
+    link.close("enough")
+    far_writer.close()
+    await asyncio.gather(running, swallowing, return_exceptions=True)
+
+
+async def swallow(reader: asyncio.StreamReader) -> None:
+    while await reader.read(2**16):
+        pass
+
+
 async def test_no_greeting_in_time_is_an_error() -> None:
     ours, theirs = socket.socketpair()
     reader, writer = await asyncio.open_connection(sock=ours)

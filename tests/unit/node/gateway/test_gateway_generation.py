@@ -144,8 +144,17 @@ DONE = DoneEvent("stop", 5, 1, (7,), "x", "", 5, 0, 0, 0, 1.0, 1.0, None)
         ([token(0)], 1, "engine_gone"),
         ([token(0), KeyError("index")], 1, "engine_failed"),
         ([], 0, "engine_gone"),
+        ([token(0), token(1, 7, "x" * 20_000)], 1, "engine_misbehaved"),
+        ([token(0), replace(DONE, tail="x" * 20_000)], 1, "engine_misbehaved"),
+        ([token(0), replace(DONE, tail=5)], 1, "engine_misbehaved"),
+        ([token(0), replace(DONE, rows="5")], 1, "engine_misbehaved"),
+        ([token(0), replace(DONE, pairs_remote=-1)], 1, "engine_misbehaved"),
+        ([token(0), replace(DONE, queued_ms=float("nan"))], 1, "engine_misbehaved"),
     ],
-    ids=["more than asked", "no token id", "no text", "no end", "a message without its field", "nothing"],
+    ids=[
+        *("more than asked", "no token id", "no text", "no end", "a message without its field", "nothing"),
+        *("a book for a token", "a book for an end", "no tail", "no count", "less than nothing", "no time"),
+    ],
 )
 async def test_an_engine_that_misbehaves_ends_its_answer(
     store: Store, generations: Generations, events: Any, seen: int, code: str
@@ -157,10 +166,10 @@ async def test_an_engine_that_misbehaves_ends_its_answer(
 
 
 async def test_what_the_engine_says_of_its_own_work_is_not_believed(store: Store, generations: Generations) -> None:
-    boast = replace(DONE, prompt_tokens=10**9, completion_tokens=10**9, finish_reason="x" * 1000)
+    boast = replace(DONE, prompt_tokens=10**9, completion_tokens=10**9, finish_reason="x" * 1000, tokens=(1, 2, 3))
     *_, done = await drain(generations.start(Rogue(token(0), boast), Slots(), REQUEST, "r1", 5))
     assert isinstance(done, DoneEvent)
-    assert (done.prompt_tokens, done.completion_tokens, done.finish_reason) == (5, 1, "stop")
+    assert (done.prompt_tokens, done.completion_tokens, done.finish_reason, done.tokens) == (5, 1, "stop", (7,))
     row = store.request("r1")
     assert row is not None
     assert (row["prompt_tokens"], row["completion_tokens"], row["finish"]) == (5, 1, "stop")

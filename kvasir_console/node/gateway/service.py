@@ -39,6 +39,7 @@ from kvasir_console.node.gateway.payments import Payments
 from kvasir_console.node.gateway.plans import make_rings
 from kvasir_console.node.gateway.settle import Settler, read_bonuses
 from kvasir_console.node.gateway.slots import Slots
+from kvasir_console.node.gateway.stage_reports import StageReports
 from kvasir_console.node.gateway.statements import Statements
 from kvasir_console.node.gateway.store import Store
 from kvasir_console.node.gateway.trunk import EngineFactory, OnExit, OnReady, SupervisedEngine, Trunk, Trunks
@@ -140,6 +141,10 @@ class GatewayService:
         self._hub = Hub(HubAuthority(self._identity, self._census, self._rings, self._trunks, self._meter, self._clock))
         self._statements = Statements(self._store, self._identity, self._hub, self._clock)
         await self._statements.restore()
+        self._stage_reports = StageReports(
+            self._store, self._identity, self._census, self._rings, self._hub, self._clock
+        )
+        await self._stage_reports.restore()
         self._meter.watch_bytes(self._hub.sessions)
         self._meter.watch_engines(lambda: self._trunks.read(self._meter))
         backends = [self._backend(number, model, trunks) for number, model in enumerate(catalog.values())]
@@ -229,7 +234,14 @@ class GatewayService:
             clock=self._clock,
         )
         return make_app(
-            [*openai.routes(), *info.routes(), *participation.routes(), *payments.routes(), *self._statements.routes()]
+            [
+                *openai.routes(),
+                *info.routes(),
+                *participation.routes(),
+                *payments.routes(),
+                *self._statements.routes(),
+                *self._stage_reports.routes(),
+            ]
         )
 
     def _spawn(self, name: str, work: Coroutine[Any, Any, None]) -> None:
@@ -246,12 +258,14 @@ class GatewayService:
             try:
                 await self._trunks.read(self._meter)
                 await self._statements.flush()
+                await self._stage_reports.flush()
             except KvasirError as error:
                 log.warning("the meter: %s", error)
 
     async def _flush_counts(self) -> None:
         try:
             await self._statements.flush()
+            await self._stage_reports.flush()
         except KvasirError as error:
             log.warning("the last byte counts are not written: %s", error)
 

@@ -113,6 +113,8 @@ def catch(connection: Connection, case: Case) -> Standing:
     known = _standing(connection, case)
     if known is not None:
         return known
+    if case.caught_by != OWN and _open_by_stage(connection, case):
+        return Standing.OPEN  # it is kept away already: a stage cannot fill the books with convictions
     connection.execute(quarantines.insert().values(**asdict(case)))
     who = f"the stage of {case.caught_by}" if case.caught_by else case.run_id
     log.warning("%s caught %s of %s: what was not credited is void", who, case.worker_id, case.wallet)
@@ -126,6 +128,17 @@ def catch(connection: Connection, case: Case) -> Standing:
                 .values(micro_units=kept, voided=row.voided + row.micro_units - kept)
             )
     return Standing.OPEN
+
+
+def _open_by_stage(connection: Connection, case: Case) -> bool:
+    """Whether the stage has an open case against this session."""
+    query = sa.select(quarantines.c.number).where(
+        *_of(case.wallet, case.worker_id),
+        quarantines.c.caught_by == case.caught_by,
+        quarantines.c.session == case.session,
+        quarantines.c.lifted_at.is_(None),
+    )
+    return connection.execute(query.limit(1)).one_or_none() is not None
 
 
 def _standing(connection: Connection, case: Case) -> Standing | None:

@@ -211,6 +211,7 @@ def book(store: Store, made: Booking, now: int) -> Standing | None:
     pair = {"star": joint.star, "stage": joint.stage, "wallet": joint.wallet, "session": joint.session}
     at = [stage_reports.c[name] == value for name, value in pair.items()]
     with store.write() as connection:
+        _write_joint(connection, joint)  # whoever comes meanwhile with another run of the two waits here
         rows = connection.execute(sa.select(stage_reports).where(*at).with_for_update()).all()
         last = next((row for row in rows if row.run == report.run), None)
         check_growth(None if last is None else StageReport.parse(last.text), report)
@@ -218,7 +219,6 @@ def book(store: Store, made: Booking, now: int) -> Standing | None:
             raise _refused("report_too_many_runs", f"{MAX_RUNS} runs were opened in {RUNS_WINDOW_S} s")
         others = [Work(int(row.rows), int(row.pairs)) for row in rows if row.run != report.run]
         check_passed(made.offered.n_embd, [*others, report.work], joint.down, joint.up)
-        _write_joint(connection, joint)
         values = {
             "worker_id": joint.worker if last is None else last.worker_id,
             "rows": report.work.rows,

@@ -264,6 +264,10 @@ async def test_a_stages_quarantine_voids_its_own_reports_and_is_kept_with_what_w
     assert (case.caught_by, case.fault, case.evidence_digest) == (ALICE.address, fault, "e1" * 32)
     assert StageReport.parse(case.report) == caught
     assert case.signature == ALICE.sign(caught.text())
+    # Convictions without end are one case.
+    for number in (2, 3):
+        await stage.send(dataclasses.replace(caught, sequence=3 + number, convictions=number))
+    assert Quarantines(served.store).cases() == (case,)
     # A restarted engine of the stage knows nothing of it; its reports still earn nothing.
     await stage.send(stage.report(30, 60, run="0b" * 16))
     assert await earned(served) == 800 + bytes_of(10, 20)

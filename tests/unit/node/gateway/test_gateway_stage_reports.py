@@ -77,7 +77,8 @@ class Stage:
 
     def report(self, rows: int, pairs: int, sequence: int = 1, **changes: Any) -> StageReport:
         digest = self.served.rings[RING].plan.model_digest
-        return report_of(self.served.identity.hub_key, digest, rows, pairs, sequence, **changes)
+        hub = changes.pop("hub", self.served.identity.hub_key)
+        return report_of(hub, digest, rows, pairs, sequence, **changes)
 
     def carried(self, down: int, up: int) -> None:
         """What the hub counts between the two, from now on."""

@@ -196,6 +196,15 @@ async def test_workers_of_stages_are_credited_what_they_served_and_lies_are_refu
     for worker in net.workers:
         assert books.credited()[worker.address] <= await books.served(worker)
 
+    # A gateway that is killed with work it has not heard of yet goes on from what it wrote; again nothing twice.
+    await generate(net)
+    pid = net.console_pid(net.operator.name)
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    await net.wait_until(net.whole, "the ring does not become whole")
+    await generate(net)
+    await until(goes_on, WAIT_S)
+
 
 @pytest.mark.network
 async def test_a_quarantine_at_a_stage_reaches_the_books_and_the_operator_lifts_it(net: RingNetwork) -> None:

@@ -25,6 +25,8 @@ from torch import Tensor
 
 from kvasir_console.engine.checkpoint.ggml_types import GGMLType
 from kvasir_console.engine.kernels import ROW_TILE, tile_rows
+from kvasir_console.engine.native.library import Library
+from kvasir_console.engine.native.linear import FORMATS, block_rows
 from kvasir_console.engine.quant import dequantize, format_of
 from kvasir_console.engine.quant.groups import FOUR_BIT, GROUP
 
@@ -221,23 +223,27 @@ class Int4Linear:
 class StoredTable:
     """A table as the file stores it; the rows that are looked up are dequantised."""
 
-    def __init__(self, kind: GGMLType, blocks: Tensor) -> None:
+    def __init__(self, kind: GGMLType, blocks: Tensor, library: Library | None = None) -> None:
+        """With ``library``, the compiled kernels read the rows, if they know the type."""
         self._type = kind
         self._blocks = blocks  # (count, row_bytes) uint8
+        self._library = library if kind in FORMATS and blocks.device.type == "cpu" else None
         self.count = len(blocks)
         self.n_in = blocks.shape[1] // kind.block_bytes * kind.block_values
 
     @classmethod
-    def pack(cls, rows: Rows, device: torch.device | str = "cpu") -> StoredTable:
+    def pack(cls, rows: Rows, device: torch.device | str = "cpu", library: Library | None = None) -> StoredTable:
         """Raises ``ModelError`` for a type whose rows could not be read later."""
         format_of(rows.type)
         row_bytes = rows.n_in // rows.type.block_values * rows.type.block_bytes
         blocks = torch.empty(rows.count, row_bytes, dtype=torch.uint8, device=device)
         for begin, raw in rows.chunks():
             blocks[begin : begin + len(raw)] = raw
-        return cls(rows.type, blocks)
+        return cls(rows.type, blocks, library)
 
     def rows(self, ids: Tensor) -> Tensor:
+        if self._library is not None:
+            return block_rows(self._blocks, self._type, ids, self._library)
         return dequantize(self._blocks.index_select(0, ids).view(-1), self._type).view(len(ids), self.n_in)
 
     def tensors(self) -> Sequence[Tensor]:

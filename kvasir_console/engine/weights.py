@@ -100,7 +100,7 @@ class WindowReader:
     def table(self, name: str) -> Table:
         """A matrix whose rows are looked up, held as it is stored."""
         rows = self._rows(name)
-        table = StoredTable.pack(rows, self._device)
+        table = StoredTable.pack(rows, self._device, self.forms.library)
         self.holdings.append(Holding((name,), (rows.count,), table))
         return table
 
@@ -120,7 +120,7 @@ class WindowReader:
             return None, linear
         if isinstance(linear, Table):
             return linear, linear
-        table = StoredTable.pack(stored_rows(self._checkpoint, tensor), self._device)
+        table = StoredTable.pack(stored_rows(self._checkpoint, tensor), self._device, self.forms.library)
         self.holdings.append(Holding((name,), (table.count,), table))
         return table, linear
 

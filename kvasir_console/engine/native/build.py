@@ -29,8 +29,15 @@ log = logging.getLogger(__name__)
 
 COMPILERS = ("g++", "clang++", "c++")
 _SOURCES = Path(__file__).parent / "src"
-_FLAGS = ("-std=c++17", "-O3", "-shared", "-fPIC", "-pthread", "-fno-math-errno", "-ffp-contract=off", "-w")
-"""No contraction and nothing of ``-ffast-math``: the order of every sum is part of the result."""
+_FLAGS = (
+    *("-std=c++17", "-O3", "-shared", "-fPIC", "-pthread", "-fvisibility=hidden", "-w"),
+    *("-fno-math-errno", "-ffp-contract=off"),
+)
+"""No contraction and nothing of ``-ffast-math``: the order of every sum is part of the result.
+
+Nothing is visible but the functions that Python calls: else the statics of inline functions would be one and the same
+in all builds that a process loads, and their layouts differ.
+"""
 NATIVE = (("-march=native",), ("-mcpu=native",))
 """How compilers are told to use all this processor has; Apple's knows only the second."""
 _TIMEOUT_S = 600.0

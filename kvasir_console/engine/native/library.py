@@ -109,6 +109,8 @@ _SIGNATURES: dict[str, tuple[type, tuple[type, ...]]] = {
     "kv_pack": (ctypes.c_int32, (_N, _P, _N, _N, _P)),
     "kv_linear": (ctypes.c_int32, (_P, _P, _N, _N, _P, _N)),
     "kv_rows": (ctypes.c_int32, (_P, _P, _N, _P)),
+    "kv_block_rows": (ctypes.c_int32, (_N, _P, _N, _P, _N, _P)),
+    "kv_large_pages": (ctypes.c_int32, (_P, _N)),
     "kv_rms_norm": (ctypes.c_int32, (_P, _N, _N, _P, _N, _F, _P, _N)),
     "kv_gated": (ctypes.c_int32, (_N, _P, _N, _N, _N, _P)),
     "kv_rotate": (ctypes.c_int32, (_P, _N, _N, _N, _N, _P, _N, _N)),

@@ -1,8 +1,9 @@
 """A matrix whose weights stay packed: the file's quants and scales, regrouped, and nothing rounded anew.
 
 Sixteen outputs lie side by side (see ``src/formats.h``), at the size they have in the file, within 4%. Products are in
-f32 and each output of each row is summed in one fixed order, whatever the number of rows, threads and matrices stacked:
-a row has the same bits in any company.
+f32, or of integer types exact sums of rows in 23-bit fixed point (see ``src/limbs.h``), and each output of each row is
+summed in one fixed order, whatever the number of rows, threads and matrices stacked: a row has the same bits in any
+company.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 from kvasir_console.engine.native.library import Library, MatrixView, SegmentView
 from kvasir_console.errors import EngineError, ModelError
 
-__all__ = ["FORMATS", "PANEL_ROWS", "NativeLinear", "check_rows"]
+__all__ = ["FORMATS", "PANEL_ROWS", "NativeLinear", "block_rows", "check_rows"]
 
 PANEL_ROWS: Final = 16
 """Outputs that lie side by side."""
@@ -73,6 +74,7 @@ class NativeLinear:
             column += n_out
             offset += -(-n_out // PANEL_ROWS) * library.panel_bytes(segment.format, n_in)
         self._data = torch.empty(offset, dtype=torch.uint8)
+        library.call("kv_large_pages", self._data.data_ptr(), offset)
         for segment in self._segments:
             segment.data = (segment.data or 0) + self._data.data_ptr()
         self._matrix = MatrixView(n_in, self.n_out, len(parts), self._segments)
@@ -160,6 +162,27 @@ class NativeLinear:
     def tensors(self) -> tuple[Tensor, ...]:
         """The storages held."""
         return (self._data,)
+
+
+def block_rows(blocks: Tensor, ggml_type: int, ids: Tensor, library: Library) -> Tensor:
+    """Some rows of a table that is held as its file stores it: the bits ``quant.dequantize`` gives, (count, n_in) f32.
+
+    Args:
+        blocks: (rows, row_bytes) uint8, contiguous, of a type in ``FORMATS``.
+        ids: (count,) int64.
+
+    Raises:
+        EngineError: ``wrong_rows``; a row is not there.
+    """
+    ids = ids.to(device="cpu", dtype=torch.int64).contiguous().view(-1)
+    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < len(blocks):
+        raise EngineError("wrong_rows", f"Rows must be in [0, {len(blocks)}).")
+    values = _BLOCK_VALUES.get(int(ggml_type), 32)
+    number = FORMATS[int(ggml_type)]
+    n_in = blocks.shape[1] // library.row_bytes(number, values) * values
+    out = torch.empty(len(ids), n_in)
+    library.call("kv_block_rows", number, blocks.data_ptr(), n_in, ids.data_ptr(), len(ids), out.data_ptr())
+    return out
 
 
 def check_rows(x: Tensor, width: int) -> None:

@@ -3,6 +3,10 @@
 #include "layers.h"
 #include "pack.h"
 
+#if __has_include(<sys/mman.h>)
+#include <sys/mman.h>
+#endif
+
 namespace {
 
 // Computes with the pool held; false if memory ran out.
@@ -20,6 +24,7 @@ int32_t computing(F&& work) {
 
 }  // namespace
 
+#pragma GCC visibility push(default)  // all else is hidden: see build.py
 extern "C" {
 
 int32_t kv_version() { return 2; }
@@ -74,6 +79,34 @@ int32_t kv_rows(const Matrix* matrix, const int64_t* outputs, int64_t count, flo
                 using P = decltype(packing);
                 unpack_row<P>(segment->data + row / LANES * P::panel_bytes(matrix->units()), int(row % LANES),
                               matrix->n_in, out + i * matrix->n_in);
+            });
+        });
+    });
+}
+
+// Asks for large pages where they lie wholly inside ``data``, which is to be filled: fewer misses of address
+// translation when all of it is read. The system may decline.
+int32_t kv_large_pages(uint8_t* data, int64_t bytes) {
+#ifdef MADV_HUGEPAGE
+    constexpr uintptr_t page = uintptr_t(2) << 20;
+    const uintptr_t begin = (uintptr_t(data) + page - 1) / page * page, end = (uintptr_t(data) + bytes) / page * page;
+    if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#endif
+    return 1;
+}
+
+// Rows of blocks as a file stores them, ``ids`` of them by number, to floats: (count, n_in).
+int32_t kv_block_rows(int64_t format, const uint8_t* blocks, int64_t n_in, const int64_t* ids, int64_t count,
+                      float* out) {
+    return computing([&](Pool& pool) {
+        const int64_t row_bytes = kv_row_bytes(format, n_in), panel_bytes = kv_panel_bytes(format, n_in);
+        pool.run(count, [&](int, int64_t i) {
+            static thread_local Scratch scratch;
+            uint8_t* panel = reinterpret_cast<uint8_t*>(scratch.take((panel_bytes + 3) / 4));
+            with_format(int32_t(format), [&](auto packing) {
+                using P = decltype(packing);
+                pack_panel<P>(int32_t(format), blocks + ids[i] * row_bytes, 1, row_bytes, n_in, panel);
+                unpack_row<P>(panel, 0, n_in, out + i * n_in);
             });
         });
     });
@@ -158,3 +191,4 @@ int32_t kv_attention_half(const Layer* layer, const Batch* batch, const float* c
 }
 
 }  // extern "C"
+#pragma GCC visibility pop

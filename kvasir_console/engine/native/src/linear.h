@@ -1,4 +1,4 @@
-// Products of f32 rows with packed matrices.
+// Products of f32 rows with packed matrices: as f32 here, as integers where limbs.h has a way for the type.
 //
 // out[r][o] is summed like this, whatever the number of rows, threads or panels at work: for each group of inputs in
 // order, part = the chain of fused multiply-adds value * x over the group's inputs in order; then
@@ -8,51 +8,7 @@
 
 #pragma once
 
-#include <algorithm>
-#include <cstdlib>
-#include <memory>
-
-#include "formats.h"
-#include "pool.h"
-
-struct Segment {  // consecutive outputs of one matrix, in one format
-    int64_t format;  // a Format
-    int64_t n_out;
-    int64_t column;  // of its first output
-    const uint8_t* data;  // panels; the last is padded
-};
-
-struct Matrix {
-    int64_t n_in, n_out;
-    int64_t n_segments;
-    const Segment* segments;
-
-    int64_t units() const { return (n_in + UNIT - 1) / UNIT; }
-};
-
-inline int64_t panels_of(int64_t n_out) { return (n_out + LANES - 1) / LANES; }
-
-// Memory that grows and is kept, 64-byte aligned.
-class Scratch {
-public:
-    float* take(int64_t floats) {
-        if (floats > size_) {
-            free(data_);
-            data_ = nullptr, size_ = 0;
-            void* fresh = nullptr;
-            if (posix_memalign(&fresh, 64, size_t(floats) * 4)) throw std::bad_alloc();
-            data_ = static_cast<float*>(fresh), size_ = floats;
-        }
-        return data_;
-    }
-
-private:
-    float* data_ = nullptr;
-    int64_t size_ = 0;
-};
-
-// The begin of an index's contiguous share of ``total`` things; its end is the begin of the next index.
-inline int64_t share(int64_t total, int64_t index, int64_t count) { return total * index / count; }
+#include "limbs.h"
 
 // The shape of a tile: as many sums at once as registers hold. Wide tiles are for few rows.
 #if KV_AVX512
@@ -61,7 +17,6 @@ constexpr int TILE_ROWS = 8, NARROW = 2, WIDE_ROWS = 4, WIDE = 4;
 constexpr int TILE_ROWS = 6, NARROW = 1, WIDE_ROWS = 3, WIDE = 2;
 #endif
 constexpr int TILE_VALUES = 4096;  // weights decoded at a time: with the rows of a tile, they fit the first cache
-constexpr int ROW_BLOCK = 128;     // rows at a time: a piece of them fits the second
 
 // ---- One row --------------------------------------------------------------------------------------------------------
 
@@ -134,6 +89,9 @@ struct Decoded {  // some groups of PANELS panels: values[input][PANELS * 16], s
     alignas(64) float scales[TILE_VALUES / 16];
     alignas(64) float offsets[TILE_VALUES / 16];
     alignas(64) float totals[ROW_BLOCK * WIDE * LANES];  // [row][PANELS * 16]
+#if KV_LIMBS
+    LimbPanels limbs;
+#endif
 };
 
 // One panel's units [first, first + count) to floats; ``width`` is the distance between inputs in the result. Meanwhile
@@ -288,18 +246,34 @@ KV_INLINE float group_sum(const float* x, int groups_per_unit) {
     return sum_lanes(groups_per_unit == 1 ? add(load(x), load(x + LANES)) : load(x));
 }
 
+// Whether a type is multiplied as integers.
+template <class P>
+constexpr bool by_limbs() {
+#if KV_LIMBS
+    return !P::Quants::FLOATS;
+#else
+    return false;
+#endif
+}
+
 // Rows as the kernels want them: a whole number of units long, and with the sums of their groups where a segment of the
 // matrix has offsets.
 class Inputs {
 public:
     Inputs(const Matrix& matrix, const float* x, int64_t rows, int64_t stride, Scratch& scratch, Pool& pool)
         : x_(x), rows_(rows), stride_(stride), units_(matrix.units()) {
-        bool needed[2] = {};
+        bool needed[2] = {}, floats = false, limbs = false;
         for (int64_t i = 0; i < matrix.n_segments; ++i)
             with_format(int32_t(matrix.segments[i].format), [&](auto packing) {
-                using S = typename decltype(packing)::Scales;
-                if (S::OFFSETS) needed[S::GROUPS - 1] = true;
+                using P = decltype(packing);
+                if (by_limbs<P>()) limbs = true;
+                else floats = true;
+                if (P::Scales::OFFSETS && !by_limbs<P>()) needed[P::Scales::GROUPS - 1] = true;
             });
+#if KV_LIMBS
+        if (limbs) limbs_ = limb_rows(x, rows, stride, units_, pool);
+        if (!floats) return;
+#endif
         // Rows a multiple of 4 KiB apart would share the same few lines of the cache.
         const bool copied = matrix.n_in % UNIT || (rows > 2 && stride % 1024 == 0);
         const int64_t padded = units_ * UNIT + (copied ? LANES : 0);
@@ -326,12 +300,18 @@ public:
         sums_[0] = sums[0], sums_[1] = sums[1];
     }
 
+#if KV_LIMBS
+    const LimbRowsView& limbs() const { return limbs_; }
+#endif
     RowsView view(int groups) const { return {x_, rows_, stride_, sums_[groups - 1], units_ * groups}; }
 
 private:
     const float* x_;
     int64_t rows_, stride_, units_;
     const float* sums_[2] = {};
+#if KV_LIMBS
+    LimbRowsView limbs_{};
+#endif
 };
 
 // Calls work(thread, segment, begin, end) for panels of all segments, a few at a time.
@@ -365,12 +345,21 @@ inline void linear(const Matrix& matrix, const float* x, int64_t rows, int64_t x
         over_panels(matrix, pool, step, [&](int thread, const Segment& segment, int64_t begin, int64_t end) {
             with_format(int32_t(segment.format), [&](auto packing) {
                 using P = decltype(packing);
-                const RowsView view = inputs.view(P::Scales::GROUPS);
-                if (count == 1)
-                    one_row_panels<P>(segment, begin, end, units, view.x, view.sums, out + row * out_stride);
-                else
-                    several_rows_panels<P>(segment, begin, end, units, view, out + row * out_stride, out_stride,
-                                           *decoded[size_t(thread)]);
+#if KV_LIMBS
+                if constexpr (by_limbs<P>()) {
+                    limb_panels<P>(segment, begin, end, units, inputs.limbs(), out + row * out_stride, out_stride,
+                                   decoded[size_t(thread)]->limbs);
+                    return;
+                }
+#endif
+                if constexpr (!by_limbs<P>()) {
+                    const RowsView view = inputs.view(P::Scales::GROUPS);
+                    if (count == 1)
+                        one_row_panels<P>(segment, begin, end, units, view.x, view.sums, out + row * out_stride);
+                    else
+                        several_rows_panels<P>(segment, begin, end, units, view, out + row * out_stride, out_stride,
+                                               *decoded[size_t(thread)]);
+                }
             });
         });
     }

@@ -129,16 +129,16 @@ inline void block_scales(int32_t format, const uint8_t* b, int lane, uint8_t* s)
     }
 }
 
-// Fields of BITS bits, 32 / BITS to a word, of 32 codes of one lane; SHIFT is where they begin in a code.
+// Fields of BITS bits of 32 codes of one lane, as formats.h lays them out; SHIFT is where they begin in a code.
 template <int BITS, int SHIFT>
 KV_INLINE void put_plane(const uint8_t* codes, int lane, uint8_t* plane) {
-    constexpr int EACH = 32 / BITS;
-    for (int word = 0; word < UNIT / EACH; ++word) {
-        uint32_t bits = 0;
-        for (int i = 0; i < EACH; ++i)
-            bits |= uint32_t(codes[word * EACH + i] >> SHIFT & ((1 << BITS) - 1)) << i * BITS;
-        std::memcpy(plane + word * 64 + lane * 4, &bits, 4);
+    uint32_t words[BITS] = {};
+    for (int k = 0; k < UNIT; ++k) {
+        const int vector = k / PIECE * 2 + k % 2, byte = k % PIECE / 2;
+        const uint32_t field = codes[k] >> SHIFT & ((1 << BITS) - 1);
+        words[vector * BITS / 8] |= field << (vector * BITS % 8 + byte * 8);
     }
+    for (int word = 0; word < BITS; ++word) std::memcpy(plane + word * 64 + lane * 4, &words[word], 4);
 }
 
 // Rows of blocks, ``row_bytes`` apart, into consecutive panels from ``panel`` on. Lanes without a row are zero.
@@ -168,7 +168,13 @@ void pack_panel(int32_t format, const uint8_t* rows, int64_t count, int64_t row_
                 uint8_t* unit = panel + (block * block_units + u) * Q::BYTES;
                 const uint8_t* c = codes + u * UNIT;
                 if constexpr (std::is_same_v<Q, ByteValues>) {
+#if KV_LIMBS
+                    uint8_t lifted[UNIT];
+                    for (int k = 0; k < UNIT; ++k) lifted[k] = uint8_t(c[k] + 128);
+                    put_plane<8, 0>(lifted, int(lane), unit);
+#else
                     for (int k = 0; k < UNIT; ++k) unit[k * LANES + lane] = c[k];
+#endif
                 } else if constexpr (Q::BYTES == PLANE2) {
                     put_plane<2, 0>(c, int(lane), unit);
                 } else if constexpr (Q::BYTES == PLANE2 + PLANE1) {

@@ -22,6 +22,10 @@
 #define KV_PORTABLE 1
 #endif
 
+#if KV_AVX512 && defined(__AVX512VNNI__)
+#define KV_LIMBS 1  // sums of byte products in one instruction: see limbs.h
+#endif
+
 #define KV_INLINE inline __attribute__((always_inline))
 
 constexpr int LANES = 16;
@@ -122,6 +126,36 @@ template <int BIT>
 KV_INLINE V add_where(V v, I words, V step) {
     return _mm512_mask_add_ps(v, _mm512_test_epi32_mask(words, _mm512_set1_epi32(int(1u << BIT))), v, step);
 }
+
+#if KV_LIMBS
+// Integers, 16 lanes of 32 bits; sums wrap around.
+KV_INLINE I integers(int32_t x) { return _mm512_set1_epi32(x); }
+KV_INLINE I add(I a, I b) { return _mm512_add_epi32(a, b); }
+KV_INLINE I sub(I a, I b) { return _mm512_sub_epi32(a, b); }
+template <int BITS>
+KV_INLINE I shift_left(I a) { return BITS ? _mm512_slli_epi32(a, BITS) : a; }
+KV_INLINE V to_float(I a) { return _mm512_cvtepi32_ps(a); }
+// c + the four products of a lane's unsigned bytes in ``codes`` and signed ones in ``digits``.
+KV_INLINE I add_products(I codes, I digits, I c) { return _mm512_dpbusd_epi32(c, codes, digits); }
+// Four fields, one in each byte: bits [FROM, FROM + BITS) of the bytes of ``words``, moved to bit TO and up.
+template <int BITS, int FROM, int TO>
+KV_INLINE I byte_fields(I words) {
+    constexpr int up = TO - FROM;
+    if constexpr (up > 0) words = _mm512_slli_epi32(words, up);
+    if constexpr (up < 0) words = _mm512_srli_epi32(words, -up);
+    return _mm512_and_si512(words, _mm512_set1_epi32(((1 << BITS) - 1) * 0x01010101 << TO));
+}
+KV_INLINE I either(I a, I b) { return _mm512_or_si512(a, b); }
+// Entries of a table of 16 bytes, looked up by every byte (0..15).
+KV_INLINE I byte_entries(const uint8_t* table, I bytes) {
+    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table))), bytes);
+}
+// The floats of byte BYTE (unsigned) of every lane.
+template <int BYTE>
+KV_INLINE V byte_to_float(I words) {
+    return _mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srli_epi32(words, BYTE * 8), _mm512_set1_epi32(255)));
+}
+#endif
 
 #elif KV_AVX2
 

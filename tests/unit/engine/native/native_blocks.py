@@ -1,4 +1,4 @@
-"""Random blocks of every type that can be packed."""
+"""Kinds of processor to compile for, and random blocks of every type that can be packed."""
 
 from __future__ import annotations
 
@@ -7,6 +7,13 @@ import numpy as np
 import torch
 
 from kvasir_console.engine.checkpoint.ggml_types import GGMLType
+
+TARGETS = {
+    "native": ("-march=native",),
+    "avx2": ("-march=native", "-mno-avx512f", "-O1"),
+    "portable": ("-O1",),
+}
+"""Flags by name; the first is what an owner's machine gets."""
 
 _HALVES = {
     GGMLType.Q4_0: (0,),
@@ -45,6 +52,19 @@ def random_rows(ggml_type: GGMLType, n_out: int, n_in: int, *, seed: int = 0, si
     if ggml_type == GGMLType.MXFP4:
         blocks[:, 0] = rng.integers(118, 130, n_blocks)
     return torch.from_numpy(blocks.reshape(n_out, -1))
+
+
+def with_every_bit(ggml_type: GGMLType, n_out: int, n_in: int, fill: int) -> torch.Tensor:
+    """``random_rows`` with all bytes ``fill``, but for the half-precision factors (and the exponent of MXFP4)."""
+    raw = random_rows(ggml_type, n_out, n_in)
+    blocks = raw.view(-1, ggml_type.block_bytes)
+    kept = [at + byte for at in _HALVES.get(ggml_type, ()) for byte in range(2)]
+    if ggml_type == GGMLType.MXFP4:
+        kept = [0]
+    factors = blocks[:, kept].clone()
+    blocks.fill_(fill)
+    blocks[:, kept] = factors
+    return raw
 
 
 def weights(raw: torch.Tensor, ggml_type: GGMLType) -> torch.Tensor:

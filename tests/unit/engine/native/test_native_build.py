@@ -9,9 +9,11 @@ import threading
 from pathlib import Path
 
 import pytest
+from native_blocks import TARGETS
 
 from kvasir_console.engine import native
 from kvasir_console.engine.native.build import build
+from kvasir_console.engine.native.library import Library
 
 
 def _compiler(folder: Path, body: str, name: str = "cxx-of-a-test") -> str:
@@ -42,6 +44,22 @@ def test_the_kernels_of_this_machine_are_built_once(model_cache):
     assert (second.path.stat().st_mtime_ns, second.path.stat().st_ino) == (before.st_mtime_ns, before.st_ino)
     assert first.isa in ("avx512", "avx2", "portable")
     assert first.path.parent.stat().st_mode & 0o077 == 0
+
+
+def test_builds_for_two_processors_share_nothing_in_one_process(model_cache):
+    """Not their threads, and so none of the memory that their kernels keep: it is laid out as each was compiled."""
+    paths = [build(model_cache / "kernels", targets=(flags,)) for flags in TARGETS.values()]
+    kernels = [Library(path) for path in paths if path is not None]
+    if len(kernels) < 2:
+        pytest.skip("no C++ compiler here takes the flags of two processors")
+    before = [library.threads for library in kernels]
+    try:
+        for count, library in enumerate(kernels, start=1):
+            library.set_threads(count)
+        assert [library.threads for library in kernels] == list(range(1, len(kernels) + 1))
+    finally:
+        for count, library in zip(before, kernels, strict=True):
+            library.set_threads(count)
 
 
 def test_without_a_compiler_there_are_no_kernels_and_the_log_says_why(tmp_path, monkeypatch, caplog):

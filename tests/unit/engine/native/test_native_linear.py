@@ -7,11 +7,11 @@ import threading
 
 import pytest
 import torch
-from native_blocks import random_rows, weights
+from native_blocks import random_rows, weights, with_every_bit
 
 from kvasir_console.engine.checkpoint.ggml_types import GGMLType
 from kvasir_console.engine.native.library import Library
-from kvasir_console.engine.native.linear import FORMATS, NativeLinear
+from kvasir_console.engine.native.linear import FORMATS, NativeLinear, block_rows
 from kvasir_console.errors import EngineError, ModelError
 
 TYPES = [GGMLType(number) for number in FORMATS]
@@ -143,6 +143,74 @@ def test_a_value_that_is_no_number_stays_in_its_row(library):
     assert bool(got[5].isnan().all())
     others = [row for row in range(12) if row != 5]
     assert torch.equal(got[others], clean[others])
+
+
+@pytest.mark.parametrize("ggml_type", TYPES, ids=_name)
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_shows_in_its_row_and_in_no_other(library, ggml_type, value):
+    matrix, _ = _matrix(library, ggml_type, 40, 512)
+    x = _rows(9, 512)
+    clean = matrix(x)
+    x[4, 300] = value
+    for got in (matrix(x), matrix(x[4:5]), matrix(x[3:5])):
+        bad = got[{9: 4, 1: 0, 2: 1}[len(got)]]
+        # An infinity times a weight of zero is no number; times another it is infinite, or no number either.
+        assert not bool(bad.isfinite().any())
+    kept = [row for row in range(9) if row != 4]
+    assert torch.equal(matrix(x)[kept], clean[kept])
+
+
+@pytest.mark.parametrize("ggml_type", TYPES, ids=_name)
+@pytest.mark.parametrize("rows", [1, 3, 8])
+@pytest.mark.parametrize("scale", [0.0, 1e-41, 1e-36, 1e-20, 1e20, 3e33])
+def test_rows_of_any_magnitude_are_multiplied(library, ggml_type, rows, scale):
+    matrix, weight = _matrix(library, ggml_type, 20, 256)
+    x = _rows(rows, 256) * scale
+    got, exact = matrix(x).double(), x.double() @ weight.double().T
+    magnitude = x.double().abs() @ weight.double().abs().T
+    # 1e-38: what lies below the normal numbers of f32, for each of 256 terms.
+    assert bool(((got - exact).abs() <= 1e-6 * magnitude + 256 * 1e-38 * weight.abs().max()).all())
+    if scale == 0:
+        assert bool((got == 0).all())
+
+
+@pytest.mark.parametrize("ggml_type", [kind for kind in TYPES if kind not in EXACT], ids=_name)
+@pytest.mark.parametrize("fill", [0x00, 0xFF])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_largest_sums_there_can_be_are_no_larger_than_integers(library, ggml_type, fill, sign):
+    """Every input just below a power of two, every bit of the quants clear or set: the extremes of the codes."""
+    raw = with_every_bit(ggml_type, 32, 512, fill)
+    matrix, weight = NativeLinear.pack([(raw, int(ggml_type), 32)], 512, library), weights(raw, ggml_type)
+    x = torch.full((5, 512), sign * (2 - 2**-22))
+    whole, magnitude = matrix(x), x.double().abs() @ weight.double().abs().T
+    # Of the largest: all quants are alike here, so a scale and an offset may all but cancel in one output.
+    assert float((whole.double() - x.double() @ weight.double().T).abs().max()) <= 1e-6 * float(magnitude.max())
+    assert torch.equal(matrix(x[:1]), whole[:1])
+
+
+@pytest.mark.parametrize("ggml_type", TYPES, ids=_name)
+def test_beside_a_large_value_a_row_is_rounded_to_a_part_of_that_value_at_most(library, ggml_type):
+    matrix, weight = _matrix(library, ggml_type, 33, 512)
+    x = _rows(7, 512)
+    x[:, 5::64] *= 3000
+    whole = matrix(x)
+    exact, magnitude = x.double() @ weight.double().T, x.double().abs() @ weight.double().abs().T
+    largest = x.double().abs().view(7, 16, 32).amax(dim=2)
+    beside = largest @ weight.double().abs().view(33, 16, 32).sum(dim=2).T
+    assert bool(((whole.double() - exact).abs() <= 2**-22 * beside + 1e-6 * magnitude).all())
+    assert torch.equal(matrix(x[2:3]), whole[2:3])
+
+
+@pytest.mark.parametrize("ggml_type", TYPES, ids=_name)
+def test_a_stored_table_gives_its_rows(library, ggml_type):
+    n_in = 77 if ggml_type in EXACT else 512
+    raw = random_rows(ggml_type, 9, n_in)
+    ids = torch.tensor([8, 0, 3, 8])
+    assert torch.equal(block_rows(raw.view(9, -1), ggml_type, ids, library), weights(raw, ggml_type)[ids])
+    assert block_rows(raw.view(9, -1), ggml_type, ids[:0], library).shape == (0, n_in)
+    for wrong in ([9], [-1]):
+        with pytest.raises(EngineError):
+            block_rows(raw.view(9, -1), ggml_type, torch.tensor(wrong), library)
 
 
 def test_python_threads_take_turns(library):

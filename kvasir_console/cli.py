@@ -94,6 +94,10 @@ def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
             from kvasir_console.node.gateway import rings_command
 
             return rings_command.run(arguments, _load(arguments))
+        case "quarantine":
+            from kvasir_console.node.gateway import quarantine_command
+
+            return quarantine_command.run(arguments, _load(arguments))
         case "status":
             from kvasir_console import headless
 
@@ -169,6 +173,7 @@ def _parser() -> argparse.ArgumentParser:
     rings.add_argument("--to", metavar="WALLET", help="the wallet that it moves to")
     rings.add_argument("--ring", default="", metavar="ID", help="the ring, if the gateway serves several")
     _setting_option(rings, dest="command_set", default=argparse.SUPPRESS)
+    _quarantine_parser(commands.add_parser("quarantine", help="workers caught with wrong answers (operators)"))
     status = commands.add_parser("status", help="the state of the node that runs with this KVASIR_HOME")
     status.add_argument("--json", action="store_true", help="print the whole snapshot as JSON")
     return parser
@@ -211,6 +216,19 @@ def _local_parser(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--port", type=int, default=0, help="the gateway's port (default: a free one)")
     parser.add_argument("--keep", action="store_true", help="keep homes, wallets and logs for a look afterwards")
+
+
+def _quarantine_parser(parser: argparse.ArgumentParser) -> None:
+    commands = parser.add_subparsers(dest="quarantine_command", metavar="COMMAND", required=True)
+    listing = commands.add_parser("list", help="who is quarantined, by whom, and why")
+    listing.add_argument("--all", action="store_true", help="those too that were lifted")
+    lift = commands.add_parser("lift", help="let a worker serve again; what was void stays void")
+    lift.add_argument("wallet")
+    lift.add_argument("worker", help="its worker id, as list prints it")
+    lift.add_argument("--yes", action="store_true", help="do not ask before it is lifted")
+    for each in (listing, lift):
+        each.add_argument("--json", action="store_true")
+        _setting_option(each, dest="command_set", default=argparse.SUPPRESS)
 
 
 def _models_parser(parser: argparse.ArgumentParser) -> None:

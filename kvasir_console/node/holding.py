@@ -171,6 +171,8 @@ class RingHolding:
     wallet: str
     context_length: int
     kv_budget_bytes: int = 0
+    evidence: Path | None = None
+    """Where wrong answers of the stage's workers are kept; the engine's own place if not said."""
     file: Path | None = None
     info: Mapping[str, Any] = field(default_factory=dict)
 
@@ -229,6 +231,7 @@ class RingHolding:
             context_length=self.context_length,
             kv_budget_bytes=self.kv_budget_bytes,
             ring=ring_fields(self.plan, stage),
+            **({} if self.evidence is None else {"evidence_directory": str(self.evidence)}),
         )
 
     def stays(self, plan: Plan) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlencode, urlsplit
@@ -44,6 +44,7 @@ class GatewayInfo:
     hub_key: str
     minimum_claim_micro_kvr: int | None
     statements: bool = False
+    stage_reports: bool = False
     hub_key_rotations: tuple[Rotation, ...] = ()
     """How the hub's key came to be the one it is; unverified."""
 
@@ -128,6 +129,7 @@ class Market:
             delegation=bool(extensions.get("delegation")),
             hub_key=str(extensions.get("hub_key", "")),
             statements=bool(extensions.get("statements")),
+            stage_reports=bool(extensions.get("stage_reports")),
             hub_key_rotations=_rotations(extensions.get("hub_key_rotations")),
             minimum_claim_micro_kvr=minimum if type(minimum) is int and minimum >= 0 else None,
         )
@@ -196,6 +198,14 @@ class Market:
 
     async def acknowledge_statement(self, token: str, body: Mapping[str, Any]) -> dict[str, Any]:
         return await self._json("POST", "/api/statements/acknowledge", token=token, body=body)
+
+    async def report_stage(self, token: str, reports: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]:
+        """Hand in signed reports of a ring's stage; one answer for each, in their order."""
+        data = await self._json("POST", "/api/stage-reports", token=token, body={"reports": list(reports)})
+        answers = _objects(data, "results")
+        if len(answers) != len(reports):
+            raise _malformed("/api/stage-reports", f"{len(answers)} answers to {len(reports)} reports")
+        return answers
 
     async def earnings(self, wallet: str) -> dict[str, Any]:
         return await self._json("GET", f"/api/node/status/{wallet}")

@@ -16,10 +16,10 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import psutil
 
@@ -53,6 +53,7 @@ from kvasir_console.node.hubpin import HubPin
 from kvasir_console.node.market import USER_AGENT, Assignment, GatewayInfo, Market
 from kvasir_console.node.phase import Phase
 from kvasir_console.node.placement.plan import Plan, PlannedStage
+from kvasir_console.node.reports import REPORT_S, StageBook
 from kvasir_console.node.signing import WalletSigner
 from kvasir_console.node.snapshot import DownloadView, MachineView, NodeSnapshot, RelayView
 from kvasir_console.node.star import Star
@@ -109,6 +110,10 @@ class Node:
             on_ready=self._engine_ready,
             on_exit=self._engine_exited,
         )
+        self._stage_book = StageBook(self.wallet)
+        self._stage_run: tuple[EngineClient, str] | None = None
+        """The engine that holds a ring's window, and the run that its counters are of."""
+        self._info: GatewayInfo | None = None
         self._client: EngineClient | None = None
         self._engine_changed = asyncio.Event()
         self._state = phase.initial(time.time())
@@ -237,6 +242,7 @@ class Node:
                 ("participate", self._participate()),
                 ("sample", self._sample()),
                 ("earnings", self._follow_earnings()),
+                ("reports", self._report_work()),
             )
         ]
         try:
@@ -251,6 +257,7 @@ class Node:
                 each.cancel()
             await asyncio.gather(stopping, *others, return_exceptions=True)
             await self._drain()
+            await self._last_report()
             await self._drop_uplinks()
             self._statements.save()
             engine.cancel()  # last: the sessions that just ended were served by it
@@ -291,7 +298,7 @@ class Node:
             self._enter(Phase.STOPPED, "This node is configured to serve nothing.", "Set node.serve to change that.")
             await asyncio.Event().wait()
         self._enter(Phase.AUTHENTICATING, f"Asking {self._market.gateway} for a participation token.")
-        info = await self._market.config()
+        info = self._info = await self._market.config()
         self._accounts.learn(info)
         self._credentials.learn(info)
         self._statements.learn(info)
@@ -308,6 +315,7 @@ class Node:
         self._enter(Phase.STARTING, f"The engine loads {holding.describe()}.")
         await holding.load(client, self._progress("Loading into the engine"))
         self._download = None
+        self._stage_run = (client, self._stage_book.begin()) if isinstance(holding, RingHolding) else None
         await self._serve(holding, info)
 
     async def _find_slice(self, info: GatewayInfo) -> Holding:
@@ -335,7 +343,8 @@ class Node:
     def _window(self, plan: Plan) -> RingHolding:
         """The window that a plan gives this wallet, with its file if it was fetched while the node stood by."""
         engine = self._config.engine
-        holding = RingHolding(plan, self.wallet, engine.context_length, engine.kv_budget_bytes)
+        kept = self._paths.state / "evidence"
+        holding = RingHolding(plan, self.wallet, engine.context_length, engine.kv_budget_bytes, kept)
         if (found := self._ahead.find(plan, holding.stage)) is not None:
             holding.file, self._verified = found
         return holding
@@ -558,7 +567,7 @@ class Node:
         self._wake.set()
 
     def _engine_exited(self, reason: str) -> None:
-        self._client = None
+        self._client = self._stage_run = None
         self._engine_rss = None
         self._statements.unsure()
         self._expert_pairs = ()
@@ -622,6 +631,40 @@ class Node:
             except KvasirError as error:
                 log.info("earnings are not refreshed: %s", error)
             await asyncio.sleep(pause_s)
+
+    async def _report_work(self) -> None:
+        """Tell the hub what the workers of this ring's stage did, so that it pays them."""
+        while True:
+            await asyncio.sleep(REPORT_S)
+            try:
+                await self._report_once()
+            except KvasirError as error:
+                log.info("the stage's workers are not reported: %s", error)
+
+    async def _report_once(self) -> None:
+        """Raises ``KvasirError``."""
+        holding, info, key = self._holding, self._info, self._credentials.session_key
+        if not isinstance(holding, RingHolding) or info is None or not info.stage_reports or key is None:
+            return
+        if self._stage_run is not None:
+            client, run = self._stage_run
+            with contextlib.suppress(EngineError):  # what it said before is still to be sent
+                self._stage_book.observe(run, await client.coverage())
+
+        async def send(reports: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]:
+            return await self._with_token(lambda token: self._market.report_stage(token, reports))
+
+        async def pardon(session: str, wallet: str) -> bool:
+            return self._stage_run is not None and await self._stage_run[0].pardon(session, wallet)
+
+        refused = await self._stage_book.send(holding.plan, info.hub_key, key, send, pardon)
+        if "report_old_epoch" in refused:
+            self._wake.set()  # there is a newer plan
+
+    async def _last_report(self) -> None:
+        with contextlib.suppress(KvasirError, OSError):  # a timeout is one too
+            async with asyncio.timeout(REPORT_S):
+                await self._report_once()
 
     # Small things
 

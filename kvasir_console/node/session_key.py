@@ -1,7 +1,8 @@
 """A key of the node's own that may take part for its wallet, so that the node earns while the wallet is locked.
 
-It can prove participation and acknowledge statements, and nothing else; the gateway knows it by the wallet's signed
-delegation. It lies in a private file in clear: whoever reads it could take part in this wallet's name until it ends.
+It can prove participation, acknowledge statements and sign a stage's reports, and nothing else; the gateway knows it by
+the wallet's signed delegation. It lies in a private file in clear: whoever reads it could take part in this wallet's
+name until it ends.
 """
 
 from __future__ import annotations

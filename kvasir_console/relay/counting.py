@@ -165,6 +165,36 @@ class Tally:
 
 
 @dataclass(slots=True)
+class Joint:
+    """Payload bytes between one stage of a ring and one worker's session, over all their connections: what a stage's
+    reports about that worker are bounded by."""
+
+    star: str
+    """The stage's sessions for workers (``Admission.star``)."""
+    stage: str
+    """The stage's wallet."""
+    wallet: str
+    """The worker's, as are the session and the worker id."""
+    session: str
+    worker: str
+    """Who it was when they first met: a counter never moves to another worker."""
+    down: int = 0
+    """Delivered to the worker."""
+    up: int = 0
+    """Delivered to the stage."""
+
+    @property
+    def key(self) -> tuple[str, str, str, str]:
+        return self.star, self.stage, self.wallet, self.session
+
+    def add_down(self, size: int) -> None:
+        self.down += size
+
+    def add_up(self, size: int) -> None:
+        self.up += size
+
+
+@dataclass(slots=True)
 class OwnCount:
     """The node's side of one session: what it sent and received by its own count, settled with the hub's answers."""
 

@@ -24,7 +24,7 @@ from websockets.http11 import Request
 from kvasir_console.errors import NetworkError
 from kvasir_console.relay.authority import Admission, Authority, Refused
 from kvasir_console.relay.closing import CloseCode
-from kvasir_console.relay.counting import CONNECTION_HEADER, COUNTED_HEADER, RECEIVED_HEADER, SessionCount, Tally
+from kvasir_console.relay.counting import CONNECTION_HEADER, COUNTED_HEADER, RECEIVED_HEADER, Joint, SessionCount, Tally
 from kvasir_console.relay.server_socket import MAX_FRAME_BYTES, Ending, ServerSocket
 from kvasir_console.relay.session import HOLD_BYTES, PEER_LEFT, Session
 from kvasir_console.relay.splice import SocketEnd, close_writer, deliver, pump, race
@@ -64,6 +64,7 @@ class Hub:
         self._hold_bytes = hold_bytes
         self._now = now
         self._tallies: dict[tuple[str, str], Tally] = {}
+        self._joints: dict[tuple[str, str, str, str], Joint] = {}
         self._live: dict[str, Session] = {}
         self._entries: dict[str, Session] = {}
         self._entry_arrived = asyncio.Condition()
@@ -88,9 +89,18 @@ class Hub:
         """The totals themselves, for whoever keeps them over a restart."""
         return list(self._tallies.values())
 
-    def restore(self, tallies: Iterable[Tally]) -> None:
+    def joints(self) -> list[Joint]:
+        """What passed between each stage and each of its workers."""
+        return list(self._joints.values())
+
+    def joint(self, star: str, stage: str, wallet: str, session: str) -> Joint | None:
+        """What passed between a stage's wallet and a worker's session; ``None`` if they never met."""
+        return self._joints.get((star, stage, wallet, session))
+
+    def restore(self, tallies: Iterable[Tally], joints: Iterable[Joint] = ()) -> None:
         """Go on from these totals; to be called before the first session."""
         self._tallies |= {(tally.wallet, tally.key): tally for tally in tallies}
+        self._joints |= {joint.key: joint for joint in joints}
 
     async def close_sessions(
         self,
@@ -341,6 +351,10 @@ class Hub:
             stage = None
         if stage is None or preamble is None:
             raise Refused(CloseCode.UPSTREAM, "the stage of this window is not connected")
+        own = session.admission
+        made = Joint(str(star), stage.admission.wallet, own.wallet, own.key, own.worker)
+        joint = self._joints.setdefault(made.key, made)
+        session.passed, stage.passed = joint.add_up, joint.add_down
         stage.partner.set_result(session)
         try:
             await stage.write(preamble.encode())
@@ -364,8 +378,8 @@ class Hub:
             if held is None:
                 return
             partner = session.partner.result()
-            await deliver(held, partner, session.tally.add_ws2tcp)
-            forth = pump(session.ws, partner, session.tally.add_ws2tcp)
+            await deliver(held, partner, session.delivered)
+            forth = pump(session.ws, partner, session.delivered)
             if isinstance(partner, SocketEnd):
                 await race(forth, pump(partner, session))
             else:

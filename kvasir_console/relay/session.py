@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from kvasir_console.relay.authority import Admission
@@ -36,10 +37,18 @@ class Session:
         """The one of its key, once the session is the live one."""
         self.ending: asyncio.Future[Ending] = loop.create_future()
         self.partner: asyncio.Future[Partner] = loop.create_future()
+        self.passed: Callable[[int], None] | None = None
+        """Told, beside the tally, what the partner took."""
         self.ready = False
         """May be given a partner."""
         self.left = asyncio.Event()
         """Set once the session carries nothing any more; its WebSocket may still be saying goodbye."""
+
+    def delivered(self, size: int) -> None:
+        """The partner took so many bytes of this session's node."""
+        self.tally.add_ws2tcp(size)
+        if self.passed is not None:
+            self.passed(size)
 
     def end(self, ending: Ending) -> None:
         """End the session with this close; the first caller decides."""

@@ -1,7 +1,8 @@
 """What a session key may do for a wallet: the details of a signed ``delegate`` action, written and read in one place.
 
-A delegation lets another key prove participation and acknowledge statements, and nothing else, for at most thirty
-days; so a node goes on earning while its wallet is locked.
+A delegation lets another key prove participation and sign about statements (acknowledge the hub's, and report what the
+workers of a ring's stage did), and nothing else, for at most thirty days; so a node goes on earning while its wallet is
+locked.
 """
 
 from __future__ import annotations

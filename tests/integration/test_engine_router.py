@@ -4,6 +4,7 @@ waited for, and no token depends on any of it."""
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import os
 import signal
@@ -144,11 +145,23 @@ async def test_a_newcomer_with_one_expert_off_by_five_percent_is_caught_before_i
     off = np.abs(kept["answered"] - honest).max(axis=1) > 2e-3 * np.abs(honest).max()
     assert off.any()
     assert all((kept["ids"][kept["row_idx"] == row] == 2).any() for row in np.flatnonzero(off))
-    # It is not let in again.
+    npz = Path(event["evidence"]).with_suffix(".npz").read_bytes()
+    assert (caught["convictions"], caught["fault"], caught["evidence"]) == (1, event["fault"], event["evidence"])
+    assert caught["evidence_digest"] == hashlib.sha256(npz).hexdigest()
+    # It is not let in again, until its operator says so; then it has everything to prove.
     async with engine(tmp_path / "b", "b") as again:
         await hold(again, moe, 0)
         async with join(trunk, again, moe, "liar"):
             assert not (await account(trunk, "liar"))["connected"]
+        assert not await trunk.client.pardon("liar", "somebody else")
+        assert await trunk.client.pardon("liar", ALICE)
+        assert not await trunk.client.pardon("liar", ALICE)
+        async with join(trunk, again, moe, "liar"):
+            back = await becomes(trunk, "liar", lambda each: each["connected"])
+            assert (back["quarantined"], back["proven"], back["checked_pairs"]) == (False, False, 0)
+            await complete(trunk.client, NETWORK)
+            paid = await becomes(trunk, "liar", lambda each: each["checked_pairs"] > 0)
+            assert (paid["voided_bytes"], paid["convictions"]) == (caught["voided_bytes"], 1)
 
 
 async def test_a_proven_worker_that_begins_to_lie_in_one_value_is_caught_by_the_random_share(

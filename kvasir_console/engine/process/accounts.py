@@ -55,6 +55,22 @@ class Accounts:
                 checks.convict(stats)
             return sum(stats.voided_bytes for stats in found) if found else None
 
+    def pardon(self, session: str, wallet: str) -> bool:
+        """Lift a session's quarantine; whether there was one."""
+        with self._lock:
+            found = [each for each in self._stats.values() if (each.session, each.wallet) == (session, wallet)]
+            found = [each for each in found if each.quarantined]
+            for stats in found:
+                checks.pardon(stats, self._trial_pairs)
+            return bool(found)
+
+    def keep_case(self, session: str, wallet: str, fault: str, evidence: str, digest: str) -> None:
+        """Remember what a session was caught at, and where the evidence lies."""
+        with self._lock:
+            for stats in self._stats.values():
+                if (stats.session, stats.wallet) == (session, wallet):
+                    stats.fault, stats.evidence, stats.evidence_digest = fault, evidence, digest
+
     def quarantined(self, session: str, wallet: str) -> bool:
         with self._lock:
             return any(

@@ -186,10 +186,11 @@ def acknowledge(stats: SessionStats, n_rows: int, n_pairs: int, n_bytes: int) ->
     stats.requests += 1
     stats.rows += n_rows
     stats.pairs += n_pairs
+    stats.held_rows += n_rows
+    stats.held_pairs += n_pairs
+    stats.held_bytes += n_bytes
     if stats.proven:
-        stats.paid_bytes += n_bytes
-    else:
-        stats.held_bytes += n_bytes
+        _release(stats)
 
 
 def passed(stats: SessionStats, pairs: int, trial_pairs: int) -> None:
@@ -197,13 +198,28 @@ def passed(stats: SessionStats, pairs: int, trial_pairs: int) -> None:
     stats.checked_pairs += pairs
     if not stats.proven and not stats.quarantined and stats.checked_pairs >= trial_pairs:
         stats.proven = True
-        stats.paid_bytes += stats.held_bytes
-        stats.held_bytes = 0
+        _release(stats)
 
 
 def convict(stats: SessionStats) -> None:
     """A slice of this session was caught, or its operator's word came: what is held is void."""
+    if not stats.quarantined:
+        stats.convictions += 1
     stats.quarantined = True
     stats.proven = False
     stats.voided_bytes += stats.held_bytes
-    stats.held_bytes = 0
+    stats.held_bytes = stats.held_rows = stats.held_pairs = 0
+
+
+def pardon(stats: SessionStats, trial_pairs: int) -> None:
+    """Its operator lifted the quarantine: it has to be proven anew. What was void stays void."""
+    stats.quarantined = False
+    stats.checked_pairs = 0
+    stats.proven = trial_pairs == 0
+
+
+def _release(stats: SessionStats) -> None:
+    stats.paid_bytes += stats.held_bytes
+    stats.paid_rows += stats.held_rows
+    stats.paid_pairs += stats.held_pairs
+    stats.held_bytes = stats.held_rows = stats.held_pairs = 0

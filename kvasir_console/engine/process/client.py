@@ -232,6 +232,10 @@ class EngineClient:
         sessions: list[Message] = (await self.call("coverage"))["sessions"]
         return sessions
 
+    async def pardon(self, session: str, wallet: str) -> bool:
+        """Lift the quarantine of a session; whether there was one."""
+        return bool((await self.call("pardon", session=session, wallet=wallet))["pardoned"])
+
     async def close(self) -> None:
         self._closed = True
         self._task.cancel()

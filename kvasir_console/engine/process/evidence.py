@@ -43,15 +43,21 @@ class Case:
         return {name: getattr(self, name) for name in names}
 
 
-def keep(directory: Path, case: Case) -> Path | None:
-    """Write ``case`` as two files, arrays and facts; returns the facts' path, or ``None`` if the disk refuses."""
+def keep(directory: Path, case: Case) -> tuple[Path, str] | None:
+    """Write ``case`` as two files, arrays and facts; ``None`` if the disk refuses.
+
+    Returns:
+        The facts' path, and the SHA-256 of the arrays' file in hexadecimal digits.
+    """
     label = hashlib.sha256(f"{case.wallet}\0{case.session}".encode()).hexdigest()[:12]
     stem = f"{int(case.at_unix_s * 1e3):013d}-{case.layer}-{label}"
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         arrays = ("rows", "row_idx", "ids", "weights", "answered", "terms")
-        with (directory / f"{stem}.npz").open("wb") as file:
+        with (directory / f"{stem}.npz").open("w+b") as file:
             np.savez(file, **{name: getattr(case, name) for name in arrays})
+            file.seek(0)
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
         path = directory / f"{stem}.json"
         path.write_text(json.dumps(case.facts(), sort_keys=True, indent=2) + "\n")
         for old in sorted(directory.glob("*.json"))[:-MAX_CASES]:
@@ -60,4 +66,4 @@ def keep(directory: Path, case: Case) -> Path | None:
     except OSError as error:
         log.error("the evidence against %s cannot be kept: %s", case.session, error)
         return None
-    return path
+    return path, digest

@@ -174,7 +174,6 @@ class Examiner:
     ) -> None:
         self.mismatches += 1
         worker.stats[layer].mismatches += 1
-        voided = self._accounts.convict(worker.name, worker.wallet) or 0
         seen, values, terms = _around(seen, values, terms, fault.row)
         case = evidence.Case(
             session=worker.name,
@@ -191,7 +190,11 @@ class Examiner:
             answered=values,
             terms=terms,
         )
-        path = None if self._evidence is None else evidence.keep(self._evidence, case)
+        kept = None if self._evidence is None else evidence.keep(self._evidence, case)
+        path, digest = kept or (None, "")
+        # Before the verdict: whoever reads that it is quarantined reads why.
+        self._accounts.keep_case(worker.name, worker.wallet, str(fault), str(path or ""), digest)
+        voided = self._accounts.convict(worker.name, worker.wallet) or 0
         log.warning("session %s is quarantined: %s; evidence: %s", worker.name, fault, path)
         facts = {
             "session": worker.name,

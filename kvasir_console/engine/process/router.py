@@ -174,6 +174,10 @@ class Router:
                 self._drop(session, "quarantined")
         return found
 
+    def pardon(self, name: str, wallet: str) -> bool:
+        """Lift a session's quarantine: it may come back, and has to be proven anew. Whether there was one."""
+        return self._accounts.pardon(name, wallet)
+
     def close(self) -> None:
         """End all sessions; workers dial again if there is something to serve."""
         for session in self._roster:

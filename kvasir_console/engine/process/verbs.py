@@ -144,6 +144,7 @@ class VerbSession:
             "coverage": self._coverage,
             "stats": self._stats,
             "quarantine": self._quarantine,
+            "pardon": self._pardon,
             "replan": self._replan,
             "warm": self._warm,
             "drain": self._drain,
@@ -293,6 +294,11 @@ class VerbSession:
             str(message.get("session")), None if wallet is None else str(wallet)
         )
         await self._send(control.reply(message, quarantined=found))
+
+    async def _pardon(self, message: Message) -> None:
+        router = self._engine.require().router
+        found = router is not None and router.pardon(str(message.get("session")), str(message.get("wallet")))
+        await self._send(control.reply(message, pardoned=found))
 
     async def _replan(self, message: Message) -> None:
         """A ring's newer plan leaves this rank where it is: take its epoch, keep everything."""

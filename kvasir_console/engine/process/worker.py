@@ -49,6 +49,9 @@ class SessionStats:
     rows: int = 0
     pairs: int = 0
     paid_bytes: int = 0
+    paid_rows: int = 0
+    """Of ``rows`` and ``pairs``, those that ``paid_bytes`` is made of."""
+    paid_pairs: int = 0
     failures: int = 0
     in_flight: int = 0
     """Pairs sent and not answered."""
@@ -56,6 +59,14 @@ class SessionStats:
     rtt_ms: float | None = None
     """Smoothed time from request to reply: network and the worker's compute."""
     quarantined: bool = False
+    convictions: int = 0
+    """How often it was caught; more than once if its quarantine was lifted between."""
+    fault: str = ""
+    """What it was caught at last, as are the two below."""
+    evidence: str = ""
+    """Where the case is kept on this machine; empty if it is not."""
+    evidence_digest: str = ""
+    """SHA-256 of the kept arrays."""
     shard_digest: str = ""
     """What the worker says its shard is (SHA-256, hexadecimal); empty if it does not say."""
     dtype: str = "f32"
@@ -66,7 +77,9 @@ class SessionStats:
     """Enough of its pairs were found right (``checks``)."""
     checked_pairs: int = 0
     held_bytes: int = 0
-    """Acknowledged, and paid once the slice is proven."""
+    """Acknowledged, and paid once the slice is proven; as are the rows and pairs."""
+    held_rows: int = 0
+    held_pairs: int = 0
     voided_bytes: int = 0
     mismatches: int = 0
     hedges: int = 0
@@ -242,6 +255,8 @@ class Worker:
         stats.requests += 1
         stats.rows += request.n_rows
         stats.pairs += request.n_pairs
+        stats.paid_rows += request.n_rows
+        stats.paid_pairs += request.n_pairs
         stats.paid_bytes += dispatch.paid_bytes(request.n_embd, request.n_rows, request.n_pairs)
 
     def drop(self, why: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -35,8 +35,8 @@ class Sessions(Protocol):
 
     def admitted(self, session: str, wallet: str, worker_id: str, model: str, platform: Mapping[str, str]) -> None: ...
 
-    def quarantined(self, wallet: str, worker_id: str) -> bool:
-        """Whether a worker was caught with a wrong answer. Blocks."""
+    def quarantined(self, wallet: str, worker_id: str, stage: str = "") -> bool:
+        """Whether a worker was caught with a wrong answer, by an engine here or by the stage of a wallet. Blocks."""
         ...
 
 
@@ -80,9 +80,10 @@ class HubAuthority:
             raise Refused(CloseCode.UNKNOWN_SESSION, "report coverage before dialling")
         if worker.wallet != wallet:
             raise Refused(CloseCode.FORBIDDEN, "the session belongs to another wallet")
-        if await asyncio.to_thread(self._sessions.quarantined, wallet, worker.worker_id):
-            raise Refused(CloseCode.FORBIDDEN, "this worker is quarantined: it answered wrongly")
         socket, ring = self._trunks.data_socket(worker.model), self._rings.get(worker.model)
+        stage = _stage_wallet(ring, worker.windows)
+        if await asyncio.to_thread(self._sessions.quarantined, wallet, worker.worker_id, stage):
+            raise Refused(CloseCode.FORBIDDEN, "this worker is quarantined: it answered wrongly")
         if (socket is None and ring is None) or not self._census.wired(worker):
             raise Refused(CloseCode.UPSTREAM, "no engine dispatches to this window now")
         window, *others = worker.windows
@@ -151,7 +152,18 @@ def _waiting(ring: PlannedRing, wallet: str, edge: str) -> Admission:
 
 
 def _star(ring: PlannedRing, rank: int) -> str:
-    return f"{ring.plan.ring}/experts/{rank}"
+    return star_of(ring.plan.ring, rank)
+
+
+def star_of(ring: str, rank: int) -> str:
+    """The name of a stage's sessions for workers."""
+    return f"{ring}/experts/{rank}"
+
+
+def _stage_wallet(ring: PlannedRing | None, windows: Sequence[Window]) -> str:
+    """Whose stage a worker of these windows would be joined to; empty if it is none."""
+    stages = () if ring is None or not windows else ring.plan.stages
+    return next((stage.wallet for stage in stages if stage.begin <= windows[0].layer < stage.end), "")
 
 
 def _same_rank(ring: PlannedRing, one: Window, other: Window) -> bool:

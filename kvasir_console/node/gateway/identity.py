@@ -108,6 +108,11 @@ class Identity:
         return encode_address(bytes(self._hub_key.verify_key))
 
     @property
+    def hub_keys(self) -> frozenset[str]:
+        """The key, and those that it was exchanged for."""
+        return frozenset({self.hub_key, *(each.old for each in self._secrets.rotations)})
+
+    @property
     def hub_key_rotations(self) -> list[dict[str, str]]:
         """As ``/api/config`` announces them."""
         return [

@@ -60,6 +60,7 @@ class Info:
             "signed_actions": 1,
             "delegation": 1,
             "statements": 1,
+            "stage_reports": 1,
             "hub_key": self._identity.hub_key,
             "hub_key_rotations": self._identity.hub_key_rotations,
         }

@@ -12,12 +12,11 @@ The hub's byte counts stand beside the expert counters as a bound. They are not 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import sqlalchemy as sa
@@ -25,9 +24,19 @@ import sqlalchemy as sa
 from kvasir_console.errors import KvasirError
 from kvasir_console.node.gateway.census import Census
 from kvasir_console.node.gateway.plans import plan_from_text
+from kvasir_console.node.gateway.quarantine import (
+    OWN,
+    Case,
+    Quarantines,
+    Standing,
+    caught_in,
+    credited,
+    open_cases,
+)
 from kvasir_console.node.gateway.store import Store
-from kvasir_console.node.gateway.tables import counters, meter, ring_totals
+from kvasir_console.node.gateway.tables import meter, ring_totals
 from kvasir_console.relay.hub import SessionCount
+from kvasir_console.relay.wire.statement import held_digest
 from kvasir_console.wallet import settlement
 
 log = logging.getLogger(__name__)
@@ -64,6 +73,8 @@ class Contribution:
     bytes_down: int
     updated_at: int
     platform: Mapping[str, str] = field(default_factory=dict)
+    shard_digest: str = ""
+    """Of what the worker holds (``held_digest``); empty if this reading does not say."""
 
     def to_json(self) -> dict[str, Any]:
         """The contract's fields, then ours."""
@@ -100,9 +111,8 @@ class Meter:
         self._clock = clock
         self._known: dict[tuple[str, str], _Known] = {}
         self._bytes: Callable[[], Iterable[SessionCount]] = tuple
-        self._quarantined: dict[tuple[str, str], str] = {}
-        """By (wallet, worker id): what it was caught at."""
-        self._written: dict[tuple[str, str, str], tuple[int, ...]] = {}
+        self._quarantines = Quarantines(store)
+        self._written: dict[tuple[str, str, str], tuple[object, ...]] = {}
         self._read_engines: Callable[[], Awaitable[None]] | None = None
 
     def watch_bytes(self, sessions: Callable[[], Iterable[SessionCount]]) -> None:
@@ -121,85 +131,87 @@ class Meter:
         """
         self._known.setdefault((session, wallet), _Known(worker_id, model, platform))
 
-    def quarantined(self, wallet: str, worker_id: str) -> bool:
-        """Whether a worker was caught with a wrong answer, by any engine of this database. Blocks."""
-        key = (wallet, worker_id)
-        if key not in self._quarantined:
-            found = self._store.fact(_fact(wallet, worker_id))
-            if found is None:
-                return False
-            self._quarantined[key] = found
-        return True
+    def quarantined(self, wallet: str, worker_id: str, stage: str = OWN) -> bool:
+        """Whether a worker was caught with a wrong answer, by any engine of this database or by ``stage``. Blocks."""
+        return self._quarantines.quarantined(wallet, worker_id, stage)
 
-    def _quarantine(self, wallet: str, worker_id: str, run_id: str, now: int) -> None:
-        if (wallet, worker_id) not in self._quarantined:
-            why = json.dumps({"wallet": wallet, "worker_id": worker_id, "run_id": run_id, "at": now}, sort_keys=True)
-            self._quarantined[wallet, worker_id] = self._store.remember(_fact(wallet, worker_id), why)
-            self._written = {key: value for key, value in self._written.items() if key[1:3] != (wallet, worker_id)}
-            log.warning("worker %s of %s is quarantined: what was not credited is void", worker_id, wallet)
-
-    def _credited(self, row: Contribution) -> int:
-        """How much of a counter was credited."""
-        with self._store.read() as connection:
-            found = connection.scalar(
-                sa.select(counters.c.baseline).where(
-                    counters.c.run_id == row.run_id,
-                    counters.c.wallet == row.wallet,
-                    counters.c.worker_id == row.worker_id,
-                    counters.c.kind == row.kind,
-                )
-            )
-        return int(found or 0)
-
-    def _void(self, row: Contribution) -> Contribution:
-        """A quarantined worker's row: what was credited stays, all else is void."""
-        return replace(row, micro_units=min(row.micro_units, self._credited(row)))
-
-    async def read_engine(self, run_id: str, coverage: Iterable[Mapping[str, Any]]) -> None:
+    async def read_engine(self, run_id: str, coverage: Iterable[Mapping[str, Any]]) -> tuple[tuple[str, str], ...]:
         """Enter one reading of an engine's ``coverage``.
 
         Every session that did work is a replica from now on, whatever was promised.
+
+        Returns:
+            The sessions (with their wallets) that the engine holds for quarantined while the operator lifted it.
         """
-        totals: dict[tuple[str, str], list[int]] = {}
-        carried = {(count.key, count.wallet): count for count in self._bytes()}
+        sessions: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
         for entry in coverage:
             session, wallet = str(entry["session"]), str(entry["wallet"])
-            known = self._known.get((session, wallet))
-            if known is None:
+            if (session, wallet) not in self._known:
                 log.error("the engine reports work of a session that was never admitted here: %s", session)
                 continue
             if entry["rows"]:
                 self._census.served(session, wallet, int(entry["layer"]), int(entry["begin"]), int(entry["end"]))
-            if entry.get("quarantined"):
-                await asyncio.to_thread(self._quarantine, wallet, known.worker_id, run_id, int(self._clock()))
-            total = totals.setdefault((session, wallet), [0, 0, 0, 0])
-            for place, key in enumerate(("paid_bytes", "requests", "rows", "pairs")):
-                total[place] += int(entry[key])
+            sessions.setdefault((session, wallet), []).append(entry)
+        lifted = [key for key, entries in sessions.items() if await self._standing(run_id, *key, entries)]
+        carried = {(count.key, count.wallet): count for count in self._bytes()}
         rows: dict[tuple[str, str], Contribution] = {}
-        now = int(self._clock())
-        for (session, wallet), (paid, requests, n_rows, pairs) in totals.items():
-            known = self._known[session, wallet]
-            count = carried.get((session, wallet))
-            row = Contribution(
-                run_id=run_id,
-                wallet=wallet,
-                worker_id=known.worker_id,
-                kind=EXPERT,
-                model=known.model,
-                micro_units=settlement.expert_micro_units(paid),
-                requests=requests,
-                rows=n_rows,
-                pairs=pairs,
-                bytes_up=count.ws2tcp if count else 0,
-                bytes_down=count.tcp2ws if count else 0,
-                updated_at=now,
-                platform=known.platform,
-            )
-            rows[wallet, known.worker_id] = _sum(rows.get((wallet, known.worker_id)), row)
+        for (session, wallet), entries in sessions.items():
+            row = self._contribution(run_id, session, wallet, entries, carried.get((session, wallet)))
+            rows[wallet, row.worker_id] = add(rows.get((wallet, row.worker_id)), row)
         changed = [row for row in rows.values() if self._written.get(_key(row)) != _figures(row)]
         if changed:
             await asyncio.to_thread(self._write, changed)
             self._written |= {_key(row): _figures(row) for row in changed}
+        return tuple(lifted)
+
+    async def _standing(self, run_id: str, session: str, wallet: str, entries: Iterable[Mapping[str, Any]]) -> bool:
+        """Enter a session's case, if its engine caught it; whether that case was lifted."""
+        caught = [entry for entry in entries if entry.get("quarantined")]
+        if not caught:
+            return False
+        last = max(caught, key=lambda entry: int(entry.get("convictions", 1)))
+        case = Case(
+            wallet=wallet,
+            worker_id=self._known[session, wallet].worker_id,
+            caught_by=OWN,
+            run_id=run_id,
+            session=session,
+            number=int(last.get("convictions", 1)),
+            at=int(self._clock()),
+            fault=str(last.get("fault", "")),
+            evidence=str(last.get("evidence", "")),
+            evidence_digest=str(last.get("evidence_digest", "")),
+        )
+        return await asyncio.to_thread(self._quarantines.catch, case) is Standing.LIFTED
+
+    def _contribution(
+        self, run_id: str, session: str, wallet: str, entries: Iterable[Mapping[str, Any]], count: SessionCount | None
+    ) -> Contribution:
+        known = self._known[session, wallet]
+        paid, requests, rows, pairs = (
+            sum(int(entry[key]) for entry in entries) for key in ("paid_bytes", "requests", "rows", "pairs")
+        )
+        held = [
+            (int(entry["layer"]), int(entry["begin"]), int(entry["end"]), str(entry.get("shard_digest", "")))
+            for entry in entries
+            if entry.get("connected")
+        ]
+        return Contribution(
+            run_id=run_id,
+            wallet=wallet,
+            worker_id=known.worker_id,
+            kind=EXPERT,
+            model=known.model,
+            micro_units=settlement.expert_micro_units(paid),
+            requests=requests,
+            rows=rows,
+            pairs=pairs,
+            bytes_up=count.ws2tcp if count else 0,
+            bytes_down=count.tcp2ws if count else 0,
+            updated_at=int(self._clock()),
+            platform=known.platform,
+            shard_digest=held_digest(held) if held else "",
+        )
 
     async def contributions(self) -> list[Contribution]:
         """Everything metered up to now, cumulative by run."""
@@ -208,37 +220,15 @@ class Meter:
         return await asyncio.to_thread(self._read)
 
     def _write(self, rows: Iterable[Contribution]) -> None:
-        rows = [self._void(row) if self.quarantined(row.wallet, row.worker_id) else row for row in rows]
         with self._store.write() as connection:
             for row in rows:
-                key = (
-                    meter.c.run_id == row.run_id,
-                    meter.c.wallet == row.wallet,
-                    meter.c.worker_id == row.worker_id,
-                    meter.c.kind == row.kind,
-                )
-                values = {
-                    "model": row.model,
-                    "micro_units": row.micro_units,
-                    "requests": row.requests,
-                    "rows": row.rows,
-                    "pairs": row.pairs,
-                    "bytes_up": row.bytes_up,
-                    "bytes_down": row.bytes_down,
-                    "platform": json.dumps(dict(row.platform), sort_keys=True),
-                    "updated_at": row.updated_at,
-                }
-                if not connection.execute(meter.update().where(*key).values(**values)).rowcount:
-                    connection.execute(
-                        meter.insert().values(
-                            run_id=row.run_id, wallet=row.wallet, worker_id=row.worker_id, kind=row.kind, **values
-                        )
-                    )
+                enter(connection, row)
 
     def _read(self) -> list[Contribution]:
         since = int(self._clock()) - LISTED_S
         with self._store.read() as connection:
-            experts = connection.execute(sa.select(meter).where(meter.c.updated_at >= since)).all()
+            columns = [column for column in meter.c if column is not meter.c.voided]
+            experts = connection.execute(sa.select(*columns).where(meter.c.updated_at >= since)).all()
             rings = connection.execute(sa.select(ring_totals).where(ring_totals.c.updated_at >= since)).all()
         found = [
             Contribution(**{**row._mapping, "platform": json.loads(row.platform)})  # columns are the fields
@@ -250,6 +240,43 @@ class Meter:
             except KvasirError as error:
                 log.error("the work of ring %s cannot be split: %s", row.ring, error)
         return sorted(found, key=lambda row: (row.wallet, row.worker_id, row.run_id))
+
+
+def enter(connection: sa.Connection, row: Contribution) -> None:
+    """Write a counter as it reads now, less what was voided of it; of a quarantined worker's, all that grew is void."""
+    key = {"run_id": row.run_id, "wallet": row.wallet, "worker_id": row.worker_id, "kind": row.kind}
+    mine = [meter.c[name] == value for name, value in key.items()]
+    voided = connection.scalar(sa.select(meter.c.voided).where(*mine).with_for_update())
+    payable = max(0, row.micro_units - int(voided or 0))
+    if open_cases(connection, row.wallet, row.worker_id) & {OWN, caught_in(row.run_id)}:
+        payable = min(payable, credited(connection, **key))
+    values = {
+        "model": row.model,
+        "micro_units": payable,
+        "voided": row.micro_units - payable,
+        "requests": row.requests,
+        "rows": row.rows,
+        "pairs": row.pairs,
+        "bytes_up": row.bytes_up,
+        "bytes_down": row.bytes_down,
+        "updated_at": row.updated_at,
+    }
+    if row.platform or voided is None:
+        values["platform"] = json.dumps(dict(row.platform), sort_keys=True)
+    if row.shard_digest:
+        values["shard_digest"] = row.shard_digest
+    if voided is None:
+        connection.execute(meter.insert().values(**key, **values))
+    else:
+        connection.execute(meter.update().where(*mine).values(**values))
+
+
+def worker_shard(connection: sa.Connection, wallet: str, worker_id: str) -> str:
+    """The digest of what a worker held when it was last metered; empty if no reading ever said."""
+    query = sa.select(meter.c.shard_digest).where(
+        meter.c.wallet == wallet, meter.c.worker_id == worker_id, meter.c.shard_digest != ""
+    )
+    return str(connection.scalar(query.order_by(meter.c.updated_at.desc()).limit(1)) or "")
 
 
 def worker_totals(connection: sa.Connection, wallet: str, worker_id: str) -> tuple[int, int]:
@@ -297,7 +324,7 @@ def ring_worker_id(ring: str, rank: int) -> str:
     return f"ring-{ring}-{rank}"
 
 
-def _sum(one: Contribution | None, other: Contribution) -> Contribution:
+def add(one: Contribution | None, other: Contribution) -> Contribution:
     """The counters of two sessions of one worker."""
     if one is None:
         return other
@@ -315,16 +342,13 @@ def _sum(one: Contribution | None, other: Contribution) -> Contribution:
         bytes_down=one.bytes_down + other.bytes_down,
         updated_at=other.updated_at,
         platform=other.platform,
+        shard_digest=other.shard_digest or one.shard_digest,
     )
-
-
-def _fact(wallet: str, worker_id: str) -> str:
-    return "quarantine:" + hashlib.sha256(f"{wallet}\0{worker_id}".encode()).hexdigest()[:48]
 
 
 def _key(row: Contribution) -> tuple[str, str, str]:
     return row.run_id, row.wallet, row.worker_id
 
 
-def _figures(row: Contribution) -> tuple[int, ...]:
-    return row.micro_units, row.requests, row.rows, row.pairs, row.bytes_up, row.bytes_down
+def _figures(row: Contribution) -> tuple[object, ...]:
+    return row.micro_units, row.requests, row.rows, row.pairs, row.bytes_up, row.bytes_down, row.shard_digest

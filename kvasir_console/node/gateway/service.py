@@ -40,6 +40,7 @@ from kvasir_console.node.gateway.payments import Payments
 from kvasir_console.node.gateway.plans import make_rings
 from kvasir_console.node.gateway.settle import Settler, read_bonuses
 from kvasir_console.node.gateway.slots import Slots
+from kvasir_console.node.gateway.stage_reports import StageReports
 from kvasir_console.node.gateway.standbys import Standbys, missing_of
 from kvasir_console.node.gateway.statements import Statements
 from kvasir_console.node.gateway.store import Store
@@ -142,6 +143,10 @@ class GatewayService:
         self._hub = Hub(HubAuthority(self._identity, self._census, self._rings, self._trunks, self._meter, self._clock))
         self._statements = Statements(self._store, self._identity, self._hub, self._clock)
         await self._statements.restore()
+        self._stage_reports = StageReports(
+            self._store, self._identity, self._census, self._rings, self._hub, self._clock
+        )
+        await self._stage_reports.restore()
         self._meter.watch_bytes(self._hub.sessions)
         self._meter.watch_engines(lambda: self._trunks.read(self._meter))
         backends = [self._backend(number, model, trunks) for number, model in enumerate(catalog.values())]
@@ -252,6 +257,7 @@ class GatewayService:
                 *payments.routes(),
                 *self._statements.routes(),
                 *self._standbys.routes(),
+                *self._stage_reports.routes(),
             ]
         )
 
@@ -269,12 +275,14 @@ class GatewayService:
             try:
                 await self._trunks.read(self._meter)
                 await self._statements.flush()
+                await self._stage_reports.flush()
             except KvasirError as error:
                 log.warning("the meter: %s", error)
 
     async def _flush_counts(self) -> None:
         try:
             await self._statements.flush()
+            await self._stage_reports.flush()
         except KvasirError as error:
             log.warning("the last byte counts are not written: %s", error)
 

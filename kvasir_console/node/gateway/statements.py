@@ -25,7 +25,7 @@ from starlette.routing import Route
 
 from kvasir_console.errors import KvasirError, UsageError, WalletError
 from kvasir_console.node.gateway.identity import Identity
-from kvasir_console.node.gateway.metering import worker_totals
+from kvasir_console.node.gateway.metering import worker_shard, worker_totals
 from kvasir_console.node.gateway.store import Store
 from kvasir_console.node.gateway.tables import relay_counts, statements
 from kvasir_console.node.gateway.web import query_integer, read_json, text_field
@@ -229,7 +229,7 @@ class Statements:
             run=self._run,
             sequence=1 if last is None else last.sequence + 1,
             model_digest=sessions[-1].model_digest or GENESIS,
-            shard_digest=GENESIS,
+            shard_digest=worker_shard(connection, wallet, worker) or GENESIS,
             bytes_up=up,
             bytes_down=down,
             rows=rows,

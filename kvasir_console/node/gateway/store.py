@@ -34,13 +34,16 @@ from kvasir_console.node.gateway.tables import (
     metadata,
     nonces,
     plans,
+    quarantines,
     relay_counts,
     requests,
     ring_totals,
+    stage_bytes,
+    stage_reports,
     statements,
 )
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 NONCE_TTL_S = 300
 NONCES_TOTAL = 10_000
 NONCES_PER_WALLET = 16
@@ -71,7 +74,26 @@ def _to_version_3(connection: Connection) -> None:
     statements.create(connection, checkfirst=True)
 
 
-_UPGRADES: Mapping[int, Callable[[Connection], None]] = {1: _to_version_2, 2: _to_version_3}
+def _to_version_4(connection: Connection) -> None:
+    """Reports of stages, and quarantines as cases; they were facts before, one a worker."""
+    for table in (quarantines, stage_bytes, stage_reports):
+        table.create(connection, checkfirst=True)
+    columns = {each["name"] for each in sa.inspect(connection).get_columns("meter")}
+    for name, kind in (("voided", "BIGINT NOT NULL DEFAULT 0"), ("shard_digest", "VARCHAR(64) NOT NULL DEFAULT ''")):
+        if name not in columns:
+            connection.execute(sa.text(f"ALTER TABLE meter ADD COLUMN {name} {kind}"))
+    old = facts.c.name.like("quarantine:%")
+    for value in connection.scalars(sa.select(facts.c.value).where(old)).all():
+        known = json.loads(value)
+        case = {name: known[name] for name in ("wallet", "worker_id", "run_id", "at")}
+        rest = dict.fromkeys(
+            ("caught_by", "session", "fault", "evidence", "evidence_digest", "report", "signature"), ""
+        )
+        connection.execute(quarantines.insert().values(**case, **rest, number=1))
+    connection.execute(facts.delete().where(old))
+
+
+_UPGRADES: Mapping[int, Callable[[Connection], None]] = {1: _to_version_2, 2: _to_version_3, 3: _to_version_4}
 """By the version they start from."""
 _SETUP_LOCK = 0x6B76_6173_6972
 """PostgreSQL's advisory lock for setting up: two gateways may start on an empty database at once."""

@@ -72,8 +72,64 @@ meter = sa.Table(
     sa.Column("bytes_down", sa.BigInteger, nullable=False),
     sa.Column("platform", sa.Text, nullable=False),
     sa.Column("updated_at", sa.BigInteger, nullable=False, index=True),
+    sa.Column("voided", sa.BigInteger, nullable=False, server_default="0"),
+    sa.Column("shard_digest", sa.String(64), nullable=False, server_default=""),
 )
-"""Work as it was metered, cumulative within a run: it outlives the process that counted it."""
+"""Work as it was metered, cumulative within a run: it outlives the process that counted it.
+
+The run's own counter reads ``micro_units + voided``: what a quarantine voided is never paid, lifted or not.
+"""
+
+quarantines = sa.Table(
+    "quarantines",
+    metadata,
+    sa.Column("wallet", sa.String(44), primary_key=True),
+    sa.Column("worker_id", sa.String(256), primary_key=True),
+    sa.Column("caught_by", sa.String(44), primary_key=True),
+    sa.Column("run_id", sa.String(160), primary_key=True),
+    sa.Column("session", sa.String(256), primary_key=True),
+    sa.Column("number", sa.BigInteger, primary_key=True),
+    sa.Column("at", sa.BigInteger, nullable=False),
+    sa.Column("fault", sa.Text, nullable=False),
+    sa.Column("evidence", sa.Text, nullable=False),
+    sa.Column("evidence_digest", sa.String(64), nullable=False),
+    sa.Column("report", sa.Text, nullable=False),
+    sa.Column("signature", sa.String(96), nullable=False),
+    sa.Column("lifted_at", sa.BigInteger),
+)
+"""Every time a worker was caught: by an engine of ours (``caught_by`` is empty) or by a ring's stage (its wallet, with
+its signed report). A worker is quarantined while one of its cases is not lifted."""
+
+stage_bytes = sa.Table(
+    "stage_bytes",
+    metadata,
+    sa.Column("star", sa.String(160), primary_key=True),
+    sa.Column("stage", sa.String(44), primary_key=True),
+    sa.Column("wallet", sa.String(44), primary_key=True),
+    sa.Column("session", sa.String(256), primary_key=True),
+    sa.Column("worker_id", sa.String(256), nullable=False),
+    sa.Column("down", sa.BigInteger, nullable=False),
+    sa.Column("up", sa.BigInteger, nullable=False),
+)
+"""The hub's byte counts between a ring's stage and each of its workers, so that they go on over its restarts."""
+
+stage_reports = sa.Table(
+    "stage_reports",
+    metadata,
+    sa.Column("star", sa.String(160), primary_key=True),
+    sa.Column("stage", sa.String(44), primary_key=True),
+    sa.Column("wallet", sa.String(44), primary_key=True),
+    sa.Column("session", sa.String(256), primary_key=True),
+    sa.Column("run", sa.String(32), primary_key=True),
+    sa.Column("worker_id", sa.String(256), nullable=False),
+    sa.Column("rows", sa.BigInteger, nullable=False),
+    sa.Column("pairs", sa.BigInteger, nullable=False),
+    sa.Column("requests", sa.BigInteger, nullable=False),
+    sa.Column("text", sa.Text, nullable=False),
+    sa.Column("signature", sa.String(96), nullable=False),
+    sa.Column("opened_at", sa.BigInteger, nullable=False),
+)
+"""The latest accepted report of each run of a stage about each of its workers."""
 
 ring_totals = sa.Table(
     "ring_totals",

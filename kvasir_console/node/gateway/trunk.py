@@ -93,7 +93,9 @@ class Trunk:
                 await self.engine.stop()
             return
         self._unanswered = 0
-        await meter.read_engine(run_id, coverage)
+        for session, wallet in await meter.read_engine(run_id, coverage):
+            if await client.pardon(session, wallet):
+                log.info("the quarantine of session %s of %s is lifted", session, wallet)
 
     async def _ready(self, client: EngineClient) -> None:
         log.info("loading %s", self.model.id)

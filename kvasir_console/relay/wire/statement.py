@@ -32,6 +32,7 @@ __all__ = [
     "acknowledgement_text",
     "anchor",
     "follow_rotations",
+    "held_digest",
     "verify_chain",
 ]
 
@@ -67,7 +68,7 @@ class Statement:
     """1 for the first, then one more each."""
     model_digest: str
     shard_digest: str
-    """Of what the worker last held; zeros where the hub does not know it."""
+    """Of what the worker last held (``held_digest``); zeros where the hub does not know it."""
     bytes_up: int
     """Payload from the node, counted by the hub when it was delivered."""
     bytes_down: int
@@ -163,6 +164,20 @@ def anchor(signed: SignedStatement) -> Head:
     """Where a node that has seen nothing of a chain begins: before its first statement, or before the oldest kept."""
     statement = signed.statement
     return Head(statement.sequence - 1, statement.previous)
+
+
+def held_digest(slices: Iterable[tuple[int, int, int, str]]) -> str:
+    """The one digest of everything a worker holds, of (layer, begin, end, shard digest) of each of its slices.
+
+    Of one slice it is that slice's; of several the SHA-256 of their canonical JSON, ascending. Zeros if there is none,
+    or if the digest of one of them is not known (zeros or empty): a worker on an older wire announces none.
+    """
+    held = sorted(slices)
+    if not held or any(not _matches(_HEX, digest) or digest == GENESIS for *_, digest in held):
+        return GENESIS
+    if len(held) == 1:
+        return held[0][3]
+    return hashlib.sha256(canonical_json([list(each) for each in held]).encode()).hexdigest()
 
 
 def acknowledgement_text(wallet: str, worker: str, sequence: int, digest: str) -> str:

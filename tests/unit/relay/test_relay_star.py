@@ -49,6 +49,25 @@ async def test_the_stage_is_told_who_came_and_then_bytes_flow_both_ways():
         assert await stage.receive_data(6) == b"answer"
 
 
+async def test_what_passes_between_a_stage_and_a_worker_is_counted_for_the_two_over_all_their_connections():
+    async with relay() as (hub, port):
+        assert hub.joint(STAR, WALLET, WALLET, "one") is None
+        for turn in (1, 2):
+            async with waits(port, 0) as stage, worker(port, "one") as one:
+                await told(stage)  # the hub's own words are in no count
+                await stage.send(frame(BINARY, b"request"))
+                await one.receive_data(7)
+                await one.send(frame(BINARY, b"answer"))
+                await stage.receive_data(6)
+                joint = hub.joint(STAR, WALLET, WALLET, "one")
+                assert joint is not None
+                await until(lambda joint=joint, turn=turn: (joint.down, joint.up) == (7 * turn, 6 * turn))
+            await until(lambda: not any(count.connected for count in hub.sessions()))
+        async with waits(port, 0) as stage, worker(port, "two"):
+            await told(stage)
+        assert [(each.session, each.down, each.up) for each in hub.joints()] == [("one", 14, 12), ("two", 0, 0)]
+
+
 async def test_a_worker_that_comes_first_waits_for_the_stage():
     async with relay() as (hub, port), worker(port, "one") as one:
         await one.send(frame(BINARY, b"hello"))

@@ -143,21 +143,31 @@ def test_the_same_seed_draws_the_same_pairs() -> None:
 
 
 @settings(max_examples=60)
-@given(st.lists(st.tuples(st.sampled_from(["work", "pass", "convict"]), st.integers(1, 40)), max_size=40))
+@given(st.lists(st.tuples(st.sampled_from(["work", "pass", "convict", "pardon"]), st.integers(1, 40)), max_size=40))
 def test_every_acknowledged_byte_is_paid_held_or_void(events: list[tuple[str, int]]) -> None:
     stats = SessionStats("s", "w", 0, 0, 4)
-    worked, paid_at_conviction = 0, None
+    worked, proved, was_paid = 0, 0, 0
     for kind, amount in events:
+        before, caught = stats.paid_bytes, stats.quarantined
         if kind == "work":
             worked += 0 if stats.quarantined else 10 * amount
             checks.acknowledge(stats, 1, amount, 10 * amount)
         elif kind == "pass":
             checks.passed(stats, amount, trial_pairs=50)
-        else:
+            proved += amount
+        elif kind == "convict":
             checks.convict(stats)
-            paid_at_conviction = stats.paid_bytes if paid_at_conviction is None else paid_at_conviction
+            assert (stats.held_bytes, stats.held_rows, stats.held_pairs) == (0, 0, 0)
+            proved = 0
+        else:
+            checks.pardon(stats, trial_pairs=50)
+            proved = 0
         assert stats.paid_bytes + stats.held_bytes + stats.voided_bytes == worked
-        assert stats.paid_bytes == 0 or stats.checked_pairs >= 50
-    if paid_at_conviction is not None:
-        assert stats.paid_bytes == paid_at_conviction
-        assert stats.held_bytes == 0
+        assert (stats.paid_bytes, stats.held_bytes) == (10 * stats.paid_pairs, 10 * stats.held_pairs)
+        assert stats.paid_rows <= stats.rows
+        assert stats.paid_bytes >= before
+        if stats.paid_bytes > before:
+            assert not caught
+            assert proved >= 50
+        was_paid = stats.paid_bytes
+    assert was_paid == 10 * stats.paid_pairs

@@ -32,6 +32,7 @@ from kvasir_console.node.gateway.openai import OpenAI
 from kvasir_console.node.gateway.participation import Participation
 from kvasir_console.node.gateway.payments import Payments
 from kvasir_console.node.gateway.plans import PlannedRing, make_rings
+from kvasir_console.node.gateway.stage_reports import StageReports
 from kvasir_console.node.gateway.statements import Statements
 from kvasir_console.node.gateway.store import Store
 from kvasir_console.relay.front import Front
@@ -189,6 +190,7 @@ class Gateway:
     trunks: NoTrunks
     socket: Path
     statements: Statements
+    stage_reports: StageReports
 
     @property
     def service(self) -> dict[str, str]:
@@ -246,6 +248,9 @@ async def gateway(
     hub = Hub(HubAuthority(identity, census, rings, trunks, meter, clock))
     meter.watch_bytes(hub.sessions)
     statements = Statements(store, identity, hub, clock)
+    await statements.restore()
+    stage_reports = StageReports(store, identity, census, rings, hub, clock)
+    await stage_reports.restore()
     ledger = Ledger(store)
     generations = Generations(store, clock)
     socket = directory / "http.sock"
@@ -263,6 +268,7 @@ async def gateway(
             *Participation(identity, census, Slices(directory / "slices", catalog), rings, meter, hub, clock).routes(),
             *Payments(identity, ledger, census, minimum_micro_kvr=minimum_micro_kvr, clock=clock).routes(),
             *statements.routes(),
+            *stage_reports.routes(),
         ]
     )
     transport = httpx.AsyncHTTPTransport(uds=str(socket))
@@ -284,6 +290,7 @@ async def gateway(
                 trunks,
                 socket,
                 statements,
+                stage_reports,
             )
             await generations.close()
             await hub.close()

@@ -28,13 +28,13 @@ ENGINE = Path("/run/trunk.data")
 class Recorder:
     def __init__(self) -> None:
         self.seen: list[tuple[Any, ...]] = []
-        self.caught: set[tuple[str, str]] = set()
+        self.caught: set[tuple[str, ...]] = set()
 
     def admitted(self, session: str, wallet: str, worker_id: str, model: str, platform: Mapping[str, str]) -> None:
         self.seen.append((session, wallet, worker_id, model))
 
-    def quarantined(self, wallet: str, worker_id: str) -> bool:
-        return (wallet, worker_id) in self.caught
+    def quarantined(self, wallet: str, worker_id: str, stage: str = "") -> bool:
+        return bool({(wallet, worker_id), (wallet, worker_id, stage)} & self.caught)
 
 
 class Hub:
@@ -199,6 +199,11 @@ async def test_a_worker_of_a_ring_is_led_to_the_stage_that_holds_its_layer(
         assert other.key != waiting.key
         assert (await made.ring(ALICE, "experts-0", "P", MOE)).star == f"{MOE}/experts/0"
         assert await code(made.ring(CAROL, "experts-0", "P", MOE)) == 4403
+        # What a stage says of a worker keeps it away from that stage, and from no other.
+        made.sessions.caught.add((CAROL.address, "w", ALICE.address))
+        assert (await made.expert(CAROL)).star == worker.star
+        made.sessions.caught.add((CAROL.address, "w", BOB.address))
+        assert await code(made.expert(CAROL)) == 4403
         for edge in ("experts-", "experts-x", "experts--1", "experts-256", "experts-1000"):
             assert await code(made.ring(BOB, edge, "P", MOE)) == 4404
     finally:

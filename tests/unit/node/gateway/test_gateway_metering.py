@@ -17,12 +17,14 @@ from kvasir_console.errors import ConfigError, LedgerError, NetworkError
 from kvasir_console.node.gateway.census import Census, OfferedModel
 from kvasir_console.node.gateway.coverage import parse_report
 from kvasir_console.node.gateway.ledger import Ledger, Reading
-from kvasir_console.node.gateway.metering import Meter, ring_contributions
+from kvasir_console.node.gateway.metering import Meter, ring_contributions, worker_shard
+from kvasir_console.node.gateway.quarantine import Quarantines
 from kvasir_console.node.gateway.settle import Settler, parse_row, read_bonuses
 from kvasir_console.node.gateway.store import Store
 from kvasir_console.node.placement.plan import Plan, PlannedStage
 from kvasir_console.relay.counting import SessionCount
 from kvasir_console.relay.wire.signed import canonical_json
+from kvasir_console.relay.wire.statement import GENESIS
 
 VECTORS = json.loads((Path(__file__).parents[3] / "data/conformance/settlement.json").read_text())
 
@@ -143,6 +145,59 @@ async def test_a_quarantined_worker_keeps_what_was_credited_and_nothing_else(
         assert not again.quarantined(BOB.address, "a")
     await meter.read_engine("r2", [entry("expert-a", ALICE.address, 500)])
     assert credit(store, await meter.contributions()) == 0
+
+
+async def test_a_lifted_quarantine_is_told_to_the_engine_and_what_was_void_stays_void(
+    store: Store, meter: Meter
+) -> None:
+    book = Quarantines(store)
+    await meter.read_engine("r1", [entry("expert-a", ALICE.address, 1000)])
+    assert credit(store, await meter.contributions()) == 1000
+    await meter.read_engine("r1", [entry("expert-a", ALICE.address, 1400)])
+    caught = {"quarantined": True, "convictions": 1, "fault": "off by 5%", "evidence": "/e/1.json"}
+    assert await meter.read_engine("r1", [entry("expert-a", ALICE.address, 1500, **caught)]) == ()
+    (case,) = book.cases()
+    assert (case.fault, case.evidence, case.session, case.caught_by) == ("off by 5%", "/e/1.json", "expert-a", "")
+    assert [each.number for each in book.lift(ALICE.address, "a", int(NOW))] == [1]
+    assert not meter.quarantined(ALICE.address, "a")
+    # The engine is told as long as it still holds the case that was lifted, and not for another one.
+    stale = [entry("expert-a", ALICE.address, 1500, **caught)]
+    assert await meter.read_engine("r1", stale) == (("expert-a", ALICE.address),)
+    await meter.read_engine("r1", [entry("expert-a", ALICE.address, 1500, convictions=1)])
+    assert credit(store, await meter.contributions()) == 0
+    await meter.read_engine("r1", [entry("expert-a", ALICE.address, 1730, convictions=1)])
+    assert credit(store, await meter.contributions()) == 230
+    again = {**caught, "convictions": 2}
+    assert await meter.read_engine("r1", [entry("expert-a", ALICE.address, 1800, **again)]) == ()
+    assert meter.quarantined(ALICE.address, "a")
+    assert credit(store, await meter.contributions()) == 0
+    assert [each.lifted_at for each in book.cases(lifted=True)] == [int(NOW), None]
+
+
+async def test_runs_that_are_over_are_voided_with_the_worker(store: Store, meter: Meter) -> None:
+    await meter.read_engine("r0", [entry("expert-a", ALICE.address, 300)])
+    await meter.read_engine("r1", [entry("expert-a", ALICE.address, 10, quarantined=True)])
+    assert await figures(meter) == {("r0", "a"): 0, ("r1", "a"): 0}
+
+
+async def test_the_shard_that_a_worker_holds_now_is_kept_and_an_older_wire_names_none(
+    store: Store, meter: Meter
+) -> None:
+    def held() -> str:
+        with store.read() as connection:
+            return worker_shard(connection, ALICE.address, "a")
+
+    one = entry("expert-a", ALICE.address, 10, shard_digest="ab" * 32)
+    assert held() == ""
+    await meter.read_engine("r1", [one])
+    assert held() == "ab" * 32
+    moved = entry("expert-a", ALICE.address, 5, layer=2, shard_digest="cd" * 32)
+    await meter.read_engine("r1", [{**one, "connected": False}, moved])
+    assert held() == "cd" * 32
+    await meter.read_engine("r1", [{**one, "connected": False}, {**moved, "connected": False}])
+    assert held() == "cd" * 32
+    await meter.read_engine("r1", [{**one, "shard_digest": ""}])
+    assert held() == GENESIS
 
 
 async def test_served_work_makes_a_replica(census: Census, meter: Meter) -> None:

@@ -307,6 +307,7 @@ async def test_config_has_the_contracts_fields_and_the_extensions(served: Gatewa
         "signed_actions": 1,
         "delegation": 1,
         "statements": 1,
+        "stage_reports": 1,
         "hub_key": served.identity.hub_key,
         "hub_key_rotations": [],
     }

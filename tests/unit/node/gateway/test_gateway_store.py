@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,6 +14,7 @@ from gateway_parts import ALICE, BOB
 from kvasir_console.errors import LedgerError
 from kvasir_console.node.gateway import tables
 from kvasir_console.node.gateway.ledger import Ledger, Reading
+from kvasir_console.node.gateway.quarantine import Quarantines
 from kvasir_console.node.gateway.store import (
     NONCE_TTL_S,
     NONCES_PER_ADDRESS,
@@ -250,6 +252,27 @@ def test_a_database_of_the_first_version_is_brought_up_to_date_with_all_it_holds
         assert [(row.micro_units, row.credited_micro_kvr) for row in ledger.accounts()] == [(123_456, 1234)]
         (kept,) = ledger.open_claims()
         assert (kept.signature, kept.raw, kept.slot) == ("sig", b"raw", 0)
+        upgraded.close()
+
+
+def test_quarantines_of_an_older_version_are_cases_now(url: str, store: Store) -> None:
+    old = {"wallet": ALICE.address, "worker_id": "w", "run_id": "engine:moe:1", "at": NOW}
+    with store.write() as connection:  # as version 3 left it
+        for name in ("quarantines", "stage_bytes", "stage_reports"):
+            connection.execute(sa.text(f"DROP TABLE {name}"))
+        for name in ("voided", "shard_digest"):
+            connection.execute(sa.text(f"ALTER TABLE meter DROP COLUMN {name}"))
+    store.set_fact("quarantine:0123", json.dumps(old))
+    store.set_fact("schema_version", "3")
+    store.close()
+    for _ in range(2):
+        upgraded = Store.open(url)
+        book = Quarantines(upgraded)
+        assert book.quarantined(ALICE.address, "w")
+        assert not book.quarantined(BOB.address, "w")
+        (case,) = book.cases()
+        assert (case.run_id, case.at, case.caught_by, case.number) == ("engine:moe:1", NOW, "", 1)
+        assert upgraded.fact("quarantine:0123") is None
         upgraded.close()
 
 

@@ -19,6 +19,7 @@ from kvasir_console.relay.wire.statement import (
     Statement,
     acknowledgement_text,
     follow_rotations,
+    held_digest,
     verify_chain,
 )
 from kvasir_console.wallet.keys import encode_address, verify
@@ -222,3 +223,12 @@ def test_what_a_node_acknowledges_names_one_statement() -> None:
     )
     with pytest.raises(NetworkError):
         acknowledgement_text(WALLET, "two words", 1, each.hash)
+
+
+def test_what_a_worker_holds_has_one_digest_or_none_that_is_known() -> None:
+    one, two = (0, 0, 4, "ab" * 32), (3, 4, 8, "cd" * 32)
+    assert held_digest([one]) == "ab" * 32
+    body = f'[[0,0,4,"{"ab" * 32}"],[3,4,8,"{"cd" * 32}"]]'
+    assert held_digest([two, one]) == hashlib.sha256(body.encode()).hexdigest()
+    for unknown in ([], [one, (3, 4, 8, "")], [one, (3, 4, 8, GENESIS)], [(0, 0, 4, "AB" * 32)]):
+        assert held_digest(unknown) == GENESIS

@@ -1,0 +1,94 @@
+"""``kvasir-console quarantine``: which workers were caught with a wrong answer, and letting one back in.
+
+Works on the operator's database, whether or not the gateway runs; a running one hears of it at its next reading.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+
+from kvasir_console.config import Config
+from kvasir_console.errors import ExitCode, LedgerError, UsageError
+from kvasir_console.node.gateway.quarantine import Case, Quarantines
+from kvasir_console.node.gateway.store import Store
+from kvasir_console.paths import Paths
+from kvasir_console.wallet.terminal import confirm, controlling_terminal, require
+
+
+def run(arguments: argparse.Namespace, config: Config) -> int:
+    """Raises ``KvasirError``: no database here, nobody to ask, or no such quarantine."""
+    store = _open(config, Paths.from_environment())
+    try:
+        book = Quarantines(store)
+        if arguments.quarantine_command == "lift":
+            return _lift(book, arguments)
+        return _show(book.cases(lifted=arguments.all), arguments)
+    finally:
+        store.close()
+
+
+def _open(config: Config, paths: Paths) -> Store:
+    file = paths.data / "gateway.sqlite"
+    if not config.gateway.database and not file.exists():
+        raise UsageError(
+            "no_gateway_here",
+            f"There is no gateway's database at {file}.",
+            "Run this with the gateway's KVASIR_HOME, or set gateway.database.",
+        )
+    return Store.open(config.gateway.database or f"sqlite:///{file}")
+
+
+def _show(cases: Sequence[Case], arguments: argparse.Namespace) -> int:
+    if arguments.json:
+        print(json.dumps([case.to_json() for case in cases], indent=2))
+        return ExitCode.OK
+    for case in cases:
+        print("\n".join(describe(case)))
+    if not cases:
+        print("No worker is quarantined.")
+    return ExitCode.OK
+
+
+def describe(case: Case) -> list[str]:
+    """A case for a person."""
+    who = f"the ring stage of {case.caught_by}" if case.caught_by else "this gateway's engine"
+    lifted = "" if case.lifted_at is None else f", lifted {_moment(case.lifted_at)}"
+    lines = [
+        f"{case.wallet} {case.worker_id}",
+        f"  caught {_moment(case.at)} by {who}{lifted}",
+        f"  {case.fault or 'nothing is known about why'}",
+    ]
+    if case.evidence or case.evidence_digest:
+        where = case.evidence or "on the stage's machine"
+        lines.append(f"  evidence {where}{f', sha256 {case.evidence_digest}' if case.evidence_digest else ''}")
+    return lines
+
+
+def _lift(book: Quarantines, arguments: argparse.Namespace) -> int:
+    mine = [case for case in book.cases() if (case.wallet, case.worker_id) == (arguments.wallet, arguments.worker)]
+    if not mine:
+        raise LedgerError(
+            "not_quarantined",
+            f"No worker {arguments.worker} of {arguments.wallet} is quarantined.",
+            "kvasir-console quarantine list names those that are.",
+        )
+    if not arguments.yes:
+        with controlling_terminal() as person:
+            asked = require(person, "Lifting a quarantine", "To lift it without a question, add --yes.")
+            asked.show("\n".join(line for case in mine for line in describe(case)))
+            asked.show("It may serve again and is checked fully at first; what was void stays void.")
+            if not confirm(asked, "Lift it?"):
+                raise UsageError("not_lifted", "Nothing was lifted.")
+    lifted = book.lift(arguments.wallet, arguments.worker, int(time.time()))
+    if arguments.json:
+        print(json.dumps({"lifted": [case.to_json() for case in lifted]}, indent=2))
+    else:
+        print(f"The quarantine of {arguments.worker} is lifted ({len(lifted)} case{'s' * (len(lifted) != 1)}).")
+    return ExitCode.OK
+
+
+def _moment(at_s: int) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at_s))

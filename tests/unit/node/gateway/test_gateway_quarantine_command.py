@@ -1,0 +1,75 @@
+"""The operator's command: who is quarantined, and letting one back in."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from gateway_parts import ALICE, BOB, NOW
+
+from kvasir_console import cli
+from kvasir_console.errors import ExitCode
+from kvasir_console.node.gateway import quarantine_command
+from kvasir_console.node.gateway.quarantine import Case, Quarantines
+from kvasir_console.node.gateway.store import Store
+from kvasir_console.paths import Paths
+
+
+@pytest.fixture
+def store():
+    opened = Store.open(f"sqlite:///{Paths.from_environment().ensure().data / 'gateway.sqlite'}")
+    book = Quarantines(opened)
+    book.catch(Case(ALICE.address, "box-1", "", "engine:moe:1", "expert-box-1", 1, int(NOW), "off by 5%", "/e/1.json"))
+    book.catch(Case(ALICE.address, "box-1", BOB.address, "stage:1", "expert-box-1", 1, int(NOW) + 5))
+    yield opened
+    opened.close()
+
+
+def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = cli.main(["quarantine", *arguments])
+    told = capsys.readouterr()
+    return code, told.out, told.err
+
+
+def test_list_says_who_and_why(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = answer(capsys, "list")
+    assert code == ExitCode.OK
+    for word in (ALICE.address, "box-1", "off by 5%", "/e/1.json", "this gateway's engine", BOB.address):
+        assert word in out
+    code, out, _ = answer(capsys, "list", "--json")
+    assert [each["caught_by"] for each in json.loads(out)] == ["", BOB.address]
+
+
+def test_lift_needs_a_yes_and_lifts_every_case_of_the_worker(
+    store: Store, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quarantine_command, "controlling_terminal", nobody)
+    code, out, err = answer(capsys, "lift", ALICE.address, "box-1")
+    assert (code, out) == (ExitCode.USAGE, "")
+    assert "--yes" in err
+    assert len(Quarantines(store).cases()) == 2
+    code, out, _ = answer(capsys, "lift", ALICE.address, "box-1", "--yes", "--json")
+    assert code == ExitCode.OK
+    assert len(json.loads(out)["lifted"]) == 2
+    assert Quarantines(store).cases() == ()
+    assert answer(capsys, "list")[1] == "No worker is quarantined.\n"
+    assert answer(capsys, "list", "--all")[1].count("lifted") == 2
+    code, out, err = answer(capsys, "lift", ALICE.address, "box-1", "--yes")
+    assert (code, out) == (ExitCode.LEDGER, "")
+    assert "quarantine list" in err
+
+
+def test_without_a_gateways_database_that_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, out, err = answer(capsys, "list")
+    assert (code, out) == (ExitCode.USAGE, "")
+    assert "gateway.sqlite" in err
+    assert not (Paths.from_environment().data / "gateway.sqlite").exists()
+
+
+class nobody:
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *_: object) -> None:
+        return None

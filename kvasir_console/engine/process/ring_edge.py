@@ -89,8 +89,9 @@ class Edge:
             self._more.set()
             with contextlib.suppress(OSError):
                 self._writer.close()
-            # A peer that reads nothing would else keep ``run`` from its end.
-            asyncio.get_running_loop().call_later(CLOSE_TIMEOUT_S, self._writer.transport.abort)
+            transport = self._writer.transport
+            if transport.get_write_buffer_size():  # a peer that reads nothing would keep ``run`` from its end
+                asyncio.get_running_loop().call_later(CLOSE_TIMEOUT_S, transport.abort)
 
     async def run(self, role: bytes, peer_role: bytes, hello: Frame, on_frame: OnFrame) -> str:
         """Serve the edge until it ends; returns why it did.

@@ -23,7 +23,6 @@ from kvasir_console.engine.checkpoint.gguf import Checkpoint, TensorInfo
 from kvasir_console.engine.checkpoint.shard_info import EXPERT_TENSORS
 from kvasir_console.engine.checkpoint.window import expert_ranges
 from kvasir_console.engine.forms import REFERENCE, Forms
-from kvasir_console.engine.int8_experts import Int8Experts
 from kvasir_console.engine.kernels import swiglu
 from kvasir_console.engine.linear import Linear, Rows
 from kvasir_console.engine.native import Library, NativeExperts, NativeLinear
@@ -82,7 +81,6 @@ class ExpertBank:
         self._library = library
         self.compiled = None if library is None else _compiled(experts, library)
         """The experts as the compiled kernels take them, if all are in their form."""
-        self._int8 = Int8Experts.of([(expert.gate_up, expert.down) for expert in experts])
 
     @classmethod
     def load(
@@ -162,8 +160,6 @@ class ExpertBank:
         self.pairs += np.bincount(pair_ids, minlength=len(self.pairs))
         if self.compiled is not None:
             return self.compiled.outputs(rows.contiguous(), torch.from_numpy(pair_rows), torch.from_numpy(pair_ids))
-        if self._int8 is not None:
-            return self._int8.outputs(rows, pair_rows, list(_groups(pair_ids)))
         if len(rows) == 1 and len(set(pair_ids.tolist())) == len(pair_ids):
             each = [self._experts[expert](rows) for expert in pair_ids.tolist()]
             return torch.cat(each) if each else rows.new_empty(0, self.n_embd)
@@ -193,11 +189,11 @@ class ExpertBank:
     def routed(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """``ExpertCompute`` for a bank that holds the whole layer: (T, D), (T, K) and (T, K) to (T, D)."""
         T, K = ids.shape
-        if T == 1 and self._int8 is not None and weights.device == x.device:  # decoding: the same without its indices
-            chosen = [expert - self.begin for expert in ids[0].tolist()]
+        if T == 1 and self.compiled is None and x.device == weights.device == torch.device(self._device):
+            chosen = [expert - self.begin for expert in ids[0].tolist()]  # decoding: the same, without its indices
             self.pairs[chosen] += 1
-            terms = self._int8.of_row(x, chosen).mul_(weights.reshape(K, 1))
-            return functools.reduce(torch.add, torch.split(terms, 1))
+            terms = [self._experts[expert](x) * weight for expert, weight in zip(chosen, weights[0], strict=True)]
+            return functools.reduce(torch.add, terms)
         row_idx = torch.arange(T).repeat_interleave(K)
         return self.weighted_sum(x, row_idx, ids.reshape(-1) - self.begin, weights.reshape(-1))
 

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from kvasir_console.engine.checkpoint.ggml_types import GGMLType
-from kvasir_console.engine.int8 import Int8Linear
 from kvasir_console.engine.linear import DenseLinear, HalfLinear, Int4Linear, Linear, Rows, UnsuitableError
 from kvasir_console.engine.native import Library, NativeLinear
 from kvasir_console.engine.native.linear import FORMATS
@@ -38,19 +37,16 @@ class Forms:
 
 
 def eager(parts: Sequence[Rows], device: torch.device | str) -> Linear:
-    """The form without a compiler: 4-bit types as they are stored, Q8_0 with a scale for each row, all others but
-    f32 in half precision."""
+    """The form without a compiler: 4-bit types as they are stored, all others but f32 in half precision."""
     if torch.device(device).type != "cpu" or all(part.type == GGMLType.F32 for part in parts):
         return DenseLinear.pack(parts, device)
     if Int4Linear.suits(parts):
         return Int4Linear.pack(parts)
-    try:
-        if Int8Linear.suits(parts):
-            return Int8Linear.pack(parts)
-        if HalfLinear.available():
+    if HalfLinear.available():
+        try:
             return HalfLinear.pack(parts)
-    except UnsuitableError as reason:
-        log.info("a matrix stays in single precision: %s", reason)
+        except UnsuitableError as reason:
+            log.info("a matrix stays in single precision: %s", reason)
     return DenseLinear.pack(parts)
 
 

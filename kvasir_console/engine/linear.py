@@ -7,7 +7,7 @@ f32. It is packed from the blocks of a file, a few rows at a time. The forms tha
     half    f16 values, f32 rows and sums (FBGEMM, x86 only)                    2
     int4    4-bit groups of Q4_0, Q4_1, Q4_K as stored; bf16 rows and scales    0.625
 
-``int8`` has a module of its own, and the one that needs a compiler is in ``native``. ``choice`` picks one.
+and the one that needs a compiler is in ``native``. ``choice`` picks one.
 
 Each gives a row the same bits in any company, as far as ``row_invariant`` can see on the machine at hand; between two
 forms the last bits differ.
@@ -32,7 +32,7 @@ from kvasir_console.engine.quant.groups import FOUR_BIT, GROUP
 
 CHUNK_VALUES = 2**20
 """Values dequantised at a time, unless 16 rows have more."""
-PIECE_VALUES = 2**24
+_PIECE_VALUES = 2**24
 _INT4_ROWS = 64
 """Torch packs rows by so many; fewer at the end are filled up."""
 
@@ -144,7 +144,7 @@ class HalfLinear:
     def pack(cls, parts: Sequence[Rows]) -> HalfLinear:
         """Raises ``Unsuitable`` for a weight beyond the range of f16."""
         n_in, pieces = parts[0].n_in, []
-        for weight in dequantised(parts, max(1, PIECE_VALUES // n_in)):
+        for weight in _dequantised(parts, max(1, _PIECE_VALUES // n_in)):
             if not weight.abs().max() <= torch.finfo(torch.float16).max:  # nor if it is no number
                 raise UnsuitableError("a weight is beyond the range of f16")
             pieces.append(torch.ops.quantized.linear_prepack_fp16(weight, None))
@@ -258,7 +258,7 @@ class UnsuitableError(Exception):
     """A matrix cannot be held in a form, for a reason that only its values show."""
 
 
-def dequantised(parts: Sequence[Rows], most: int) -> Iterator[Tensor]:
+def _dequantised(parts: Sequence[Rows], most: int) -> Iterator[Tensor]:
     """The rows of all parts, one below the other, in tensors of at most ``most`` rows, f32."""
     pieces: list[Tensor] = []
     for part in parts:

@@ -11,14 +11,12 @@ from gguf.quants import dequantize
 
 from kvasir_console.engine.checkpoint.ggml_types import GGMLType
 from kvasir_console.engine.forms import EAGER, MAX_DEVIATION, REFERENCE, compiled, deviation
-from kvasir_console.engine.int8 import available
 from kvasir_console.engine.linear import HalfLinear, Rows
 from kvasir_console.engine.native import NativeLinear
 
 from builders import EVERY_TYPE, Quant, stored
 
-HALF = "half" if HalfLinear.available() else "dense"
-OTHER = "int8" if available() else HALF
+OTHER = "half" if HalfLinear.available() else "dense"
 
 
 def part(kind: Quant, count: int = 33, n_in: int = 256, seed: int = 0) -> Rows:
@@ -43,10 +41,8 @@ def test_every_type_has_a_form_everywhere(forms, kind):
     [
         ([Quant.Q4_0], "int4"),
         ([Quant.Q4_1, Quant.Q4_K], "int4"),
-        ([Quant.Q4_0, Quant.Q8_0], HALF),
-        ([Quant.Q8_0, Quant.Q8_0], OTHER),
-        ([Quant.Q6_K], HALF),
-        ([Quant.F16], HALF),
+        ([Quant.Q4_0, Quant.Q8_0], OTHER),
+        ([Quant.Q6_K], OTHER),
         ([Quant.F32], "dense"),
     ],
 )
@@ -66,7 +62,7 @@ def test_values_too_large_for_half_precision_stay_single():
     large = part(Quant.F16)
     raw = torch.full((33, 256), 3e38).bfloat16().view(torch.uint8)
     huge = Rows(GGMLType.BF16, 33, 256, lambda begin, end: raw[begin:end].clone())
-    assert EAGER.linear([large], "cpu").kind == HALF
+    assert EAGER.linear([large], "cpu").kind == OTHER
     assert EAGER.linear([huge], "cpu").kind == "dense"
 
 

@@ -69,7 +69,7 @@ def test_half_comes_in_pieces_that_change_nothing(monkeypatch):
     parts = [part(kind, count, 64, seed) for seed, (kind, count) in enumerate([(Quant.Q8_0, 70), (Quant.F16, 33)])]
     weight = np.concatenate([values for _, values in parts])
     whole = HalfLinear.pack([stored_rows for stored_rows, _ in parts])
-    monkeypatch.setattr(linear_module, "PIECE_VALUES", 64 * 40)
+    monkeypatch.setattr(linear_module, "_PIECE_VALUES", 64 * 40)
     monkeypatch.setattr(linear_module, "CHUNK_VALUES", 64 * 16)
     pieces = HalfLinear.pack([stored_rows for stored_rows, _ in parts])
     x = rows(6, 64)

@@ -150,10 +150,8 @@ def test_experts_may_be_held_otherwise_than_the_layers(moe_path, forms):
     split = load(moe_path, forms=forms, expert_forms=REFERENCE, experts_device="cpu")
     assert float((ring([split], WHOLE) - wanted).abs().max() / wanted.abs().max()) <= 3e-2
     exact = load(moe_path, forms=REFERENCE, expert_forms=forms, experts_device="cpu")
-    bound = {"reference": 0.0, "native": 2e-5, "eager": 1e-2}[forms.name]
-    far = (ring([exact], WHOLE) - wanted).abs().amax(1) / wanted.abs().max() > bound
-    # Where weights are rounded, a row between two experts may go to the other one; of these 280, one does.
-    assert int(far.sum()) <= (2 if forms.name == "eager" else 0)
+    bound = {"reference": 0.0, "native": 2e-5, "eager": 3e-2}[forms.name]
+    assert float((ring([exact], WHOLE) - wanted).abs().max() / wanted.abs().max()) <= bound
     for stage in (split, exact):
         assert [int(bank.pairs.sum()) for bank in stage.banks.values()] == [2 * len(TOKENS)] * N_LAYER
     kinds = {type(holding.held) for bank in split.banks.values() for holding in bank.holdings}

@@ -145,20 +145,21 @@ class LocalPipeline:
         return str(path)
 
     def stats(self) -> dict[str, Any]:
-        return {
-            "groups": self.depth,
-            "kv": {
-                "budget_bytes": self._budget.total_bytes,
-                "reserved_bytes": self._budget.reserved_bytes,
-                "kept_bytes": self._budget.kept_bytes,
-            },
-            "prefix": {
-                "blocks": len(self._store),
-                "lookups": self._store.lookups,
-                "hits": self._store.hits,
-                "tokens_reused": self._store.tokens_reused,
-            },
-        }
+        with self._books:  # else a block may be seen while it gives way
+            return {
+                "groups": self.depth,
+                "kv": {
+                    "budget_bytes": self._budget.total_bytes,
+                    "reserved_bytes": self._budget.reserved_bytes,
+                    "kept_bytes": self._budget.kept_bytes,
+                },
+                "prefix": {
+                    "blocks": len(self._store),
+                    "lookups": self._store.lookups,
+                    "hits": self._store.hits,
+                    "tokens_reused": self._store.tokens_reused,
+                },
+            }
 
     def _steps(self, feeds: list[Feed], more: More) -> list[Feed]:
         """On the compute thread: step after step, until there are no more or somebody else wants the thread."""

@@ -193,7 +193,8 @@ class ExpertBank:
             chosen = [expert - self.begin for expert in ids[0].tolist()]  # decoding: the same, without its indices
             self.pairs[chosen] += 1
             terms = [self._experts[expert](x) * weight for expert, weight in zip(chosen, weights[0], strict=True)]
-            return functools.reduce(torch.add, terms)
+            total: Tensor = functools.reduce(torch.add, terms)
+            return total
         row_idx = torch.arange(T).repeat_interleave(K)
         return self.weighted_sum(x, row_idx, ids.reshape(-1) - self.begin, weights.reshape(-1))
 

@@ -13,13 +13,15 @@ one line, and ends with its input. ``links.py`` is the other end. Requests name 
 * ``down``: ``on`` true resets the connections and refuses new ones until it is false again.
 * ``stats``: counts of every link.
 
-A link gives each direction half of its RTT. Random draws come from (seed, link name) only.
+A link gives each direction half of its RTT, counted from when the system received the bytes, so that the proxy's own
+waking is no part of it. Random draws come from (seed, link name) only.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import ctypes
 import ipaddress
 import json
@@ -29,6 +31,7 @@ import selectors
 import socket
 import struct
 import sys
+import time
 from collections import deque
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -43,6 +46,12 @@ _ROUTER_BYTES = 2**18
 _UP, _DOWN = 0, 1
 _DIRECTIONS = {"up": _UP, "down": _DOWN}
 _PR_SET_TIMERSLACK = 29
+_SO_TIMESTAMPNS = 35
+_TIMESPEC = struct.Struct("qq")
+SPIN_S = 1e-4
+"""The last part of a wait is spent awake: a thread that sleeps is late by some tens of microseconds."""
+_MOST_LATE_S = 5e-3
+"""A reading of the system's clock that says more has gone wrong, or the clock was set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +129,9 @@ class Link:
             wait_s = self._rng.expovariate(1 / self.shape.stall_every_s)
             self._stall_timer = self._loop.call_later(wait_s, self._next_stall)
 
-    def arrival(self, direction: int, size: int, connected_at: float) -> float:
-        """When bytes that were read now come out at the other side."""
-        start = max(self._loop.time(), connected_at)
+    def arrival(self, direction: int, size: int, connected_at: float, late_s: float) -> float:
+        """When bytes that were read now, ``late_s`` after they came, come out at the other side."""
+        start = max(self._loop.time() - late_s, connected_at)
         rate = self.shape.rate(direction)
         if rate is not None:
             start = self._free_at[direction] = max(start, self._free_at[direction]) + size / rate
@@ -210,6 +219,8 @@ class Link:
             return
         for end in (near, far):
             end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            with contextlib.suppress(OSError):  # only Linux says when bytes came
+                end.setsockopt(socket.SOL_SOCKET, _SO_TIMESTAMPNS, 1)
         self.connections.add(Connection(self, near, far, connected_at))
 
 
@@ -330,13 +341,14 @@ class Pipe:
 
     def _readable(self) -> None:
         try:
-            data = self._source.recv(CHUNK_BYTES)
+            data, told, _, _ = self._source.recvmsg(CHUNK_BYTES, socket.CMSG_SPACE(_TIMESPEC.size))
         except BlockingIOError:
             return
         except OSError:
             self._connection.abort()
             return
-        self._latest = max(self._latest, self._link.arrival(self._direction, len(data), self._connected_at))
+        due = self._link.arrival(self._direction, len(data), self._connected_at, _late_s(told))
+        self._latest = max(self._latest, due)
         self._queue.append((self._latest, memoryview(data)))
         self._held += len(data)
         if not data or self._held >= self._link.shape.held_bytes(self._direction):
@@ -411,6 +423,16 @@ class Control:
         return {}
 
 
+def _late_s(told: list[tuple[int, int, bytes]]) -> float:
+    """How long ago the system received the bytes that were read now (the last of them); 0 if it does not say."""
+    for level, kind, stamp in told:
+        if (level, kind, len(stamp)) == (socket.SOL_SOCKET, _SO_TIMESTAMPNS, _TIMESPEC.size):
+            seconds, nanoseconds = _TIMESPEC.unpack(stamp)
+            late_s = (time.time_ns() - seconds * 10**9 - nanoseconds) / 1e9
+            return late_s if 0 <= late_s <= _MOST_LATE_S else 0.0
+    return 0.0
+
+
 def _reset(end: socket.socket) -> None:
     """Close with an RST instead of a FIN."""
     end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -418,18 +440,24 @@ def _reset(end: socket.socket) -> None:
 
 
 def _loop() -> asyncio.AbstractEventLoop:
-    """A loop whose timers are right to some tens of microseconds; epoll alone waits in whole milliseconds."""
+    """A loop whose timers are right to some microseconds; epoll alone waits in whole milliseconds."""
     if not hasattr(selectors, "EpollSelector"):
         return asyncio.new_event_loop()
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_TIMERSLACK, 1)
 
     class Precise(selectors.EpollSelector):
         def select(self, timeout: float | None = None) -> Any:
-            if timeout is not None and timeout > 0:
+            if timeout is None or timeout <= 0:
+                return super().select(timeout)
+            if timeout > SPIN_S:
                 # A long sleep ends late, in proportion; so most of it first, and the loop comes back for the rest.
-                select.select([self.fileno()], [], [], timeout if timeout < 5e-4 else max(timeout * 0.97 - 4e-4, 1e-4))
-                timeout = 0
-            return super().select(timeout)
+                part_s = timeout - SPIN_S if timeout < 5e-4 else max(timeout * 0.97 - 4e-4, 1e-4)
+                select.select([self.fileno()], [], [], part_s)
+                return super().select(0)
+            until = time.monotonic() + timeout
+            while not (events := super().select(0)) and time.monotonic() < until:
+                pass
+            return events
 
     return asyncio.SelectorEventLoop(Precise())
 

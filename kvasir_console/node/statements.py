@@ -13,6 +13,7 @@ import base64
 import contextlib
 import json
 import logging
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,6 +43,9 @@ log = logging.getLogger(__name__)
 _MAX_FILE_BYTES = 2**20
 _MAX_PAGES = 64
 """Pages of new statements read at once; the rest comes with the next look."""
+UNSEEN_S = 120.0
+"""So long after an engine died, work may be stated that it did unseen: a stage reports it late, across faults of its
+own. As long as a request waits for its ring."""
 _COMPUTED = frozenset({"rows", "pairs"})
 _COUNTED = _COMPUTED | {"bytes_up", "bytes_down"}
 WithToken = Callable[[Callable[[str], Awaitable[dict[str, Any]]]], Awaitable[dict[str, Any]]]
@@ -72,7 +76,10 @@ class _Worker:
 class StatementBook:
     """``count`` and ``work`` take in what this node does, ``fetch`` and ``agree`` compare; ``view`` is for people."""
 
-    def __init__(self, market: Market, wallet: str, file: Path, pin: HubPin) -> None:
+    def __init__(
+        self, market: Market, wallet: str, file: Path, pin: HubPin, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._clock = clock
         self._market = market
         self._wallet = wallet
         self._file = file
@@ -87,6 +94,7 @@ class StatementBook:
         self._workers = kept or {}
         self._unsure = _COMPUTED if kept is not None else _COUNTED
         """What may have been done that no count has seen: before this start, or by an engine that died."""
+        self._unsure_until = clock() + (UNSEEN_S if kept is not None else 0.0)
 
     def learn(self, info: GatewayInfo) -> None:
         """Take the announced key. Raises ``NetworkError`` ``hub_key_changed``."""
@@ -138,6 +146,7 @@ class StatementBook:
     def unsure(self) -> None:
         """The engine ended: what it did since it was last looked at is not in the counts."""
         self._unsure |= _COMPUTED
+        self._unsure_until = self._clock() + UNSEEN_S
 
     async def fetch(self, with_token: WithToken) -> None:
         """Read and verify what is new. A refused chain is shown and asked for again; nothing of it is kept.
@@ -175,7 +184,7 @@ class StatementBook:
             for count in self._unsure & self._compared:
                 unseen = max(0, getattr(worker.head.latest, count) - mine[count])
                 worker.base[count] = worker.base.get(count, 0) + unseen
-            self._unsure = frozenset()
+            self._unsure = self._unsure & _COMPUTED if self._clock() < self._unsure_until else frozenset()
         self._refused = self._disagreement(worker)
         if not self._refused and key is not None and worker.head.sequence > worker.acknowledged:
             await self._acknowledge(with_token, name, worker, key)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from nacl.signing import SigningKey
 from kvasir_console.errors import NetworkError
 from kvasir_console.node.hubpin import HubPin
 from kvasir_console.node.session_key import SessionKey
-from kvasir_console.node.statements import StatementBook
+from kvasir_console.node.statements import UNSEEN_S, StatementBook
 from kvasir_console.relay.wire.statement import GENESIS, Rotation, Statement, acknowledgement_text
 from kvasir_console.wallet.keys import encode_address, verify
 
@@ -88,8 +89,8 @@ async def with_token(call: Callable[[str], Awaitable[dict[str, Any]]]) -> dict[s
     return await call("token")
 
 
-def book(hub: FakeHub, directory: Path) -> StatementBook:
-    made = StatementBook(hub, WALLET, directory / "statements.json", HubPin(directory / "hub-key"))
+def book(hub: FakeHub, directory: Path, clock: Callable[[], float] = time.monotonic) -> StatementBook:
+    made = StatementBook(hub, WALLET, directory / "statements.json", HubPin(directory / "hub-key"), clock)
     made.learn(hub.info)
     return made
 
@@ -192,17 +193,25 @@ async def test_the_book_goes_on_after_a_restart(tmp_path: Path) -> None:
     assert (tmp_path / "statements.json").stat().st_mode & 0o077 == 0
 
 
-async def test_rows_that_a_dead_engine_did_unseen_are_taken_from_the_hub_once(tmp_path: Path) -> None:
-    hub = FakeHub()
-    made = book(hub, tmp_path)
+async def test_rows_that_a_dead_engine_did_unseen_are_taken_from_the_hub_while_they_may_still_be_reported(
+    tmp_path: Path,
+) -> None:
+    hub, now = FakeHub(), [0.0]
+    made = book(hub, tmp_path, lambda: now[0])
     do(made, 10, 10, 3, 6)
     hub.state(10, 10, 3, 6)
     await look(made)
+    now[0] = 1000.0
     made.unsure()
-    hub.state(10, 10, 4, 8)
-    assert await look(made) == ""
-    hub.state(10, 10, 5, 10)
+    for later_s in (0, UNSEEN_S - 1, UNSEEN_S):  # the last look takes what came since the one before
+        now[0] = 1000 + later_s
+        rows = made.view().mine_rows + 1
+        hub.state(10, 10, rows, 2 * rows)
+        assert await look(made) == ""
+    hub.state(10, 10, rows + 1, 2 * rows + 2)
     assert "rows and pairs" in await look(made)
+    hub.state(11, 10, rows + 1, 2 * rows + 2)
+    assert "bytes up" in await look(made)  # of bytes nothing is ever unseen
 
 
 async def test_a_node_without_a_book_begins_where_the_kept_chain_begins(tmp_path: Path) -> None:

@@ -34,11 +34,14 @@ def main() -> None:
     from kvasir_console.engine.process.server import EngineServer
     from kvasir_console.engine.process.verbs import Engine
 
-    torch.set_num_threads(arguments.threads or psutil.cpu_count(logical=False) or 1)
+    threads = arguments.threads or psutil.cpu_count(logical=False) or 1
+    torch.set_num_threads(threads)
     torch.set_num_interop_threads(1)
 
     async def serve() -> None:
-        compute = ComputeOptions(arguments.device, arguments.kernels, arguments.kv_type, arguments.expert_device)
+        compute = ComputeOptions(
+            arguments.device, arguments.kernels, arguments.kv_type, arguments.expert_device, threads
+        )
         engine = Engine(arguments.runtime, compute)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):

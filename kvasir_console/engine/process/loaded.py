@@ -21,6 +21,8 @@ from kvasir_console.engine.choice import choose
 from kvasir_console.engine.experts import ExpertBank
 from kvasir_console.engine.forms import Forms
 from kvasir_console.engine.kvcache import BLOCK_ROWS
+from kvasir_console.engine.linear import Linear
+from kvasir_console.engine.native import NativeLinear
 from kvasir_console.engine.process.budget import budget_of
 from kvasir_console.engine.process.compute import Compute
 from kvasir_console.engine.process.expert_server import ExpertServer
@@ -62,6 +64,8 @@ class ComputeOptions:
     kv_type: str = "f32"
     expert_device: str = ""
     """Where routed experts are held and computed; empty for ``device``."""
+    threads: int = 0
+    """That compute on the CPU; 0 for as many as torch has."""
 
     def check(self) -> None:
         """Raises ``EngineError`` (``no_such_device``) for a device that this machine does not have."""
@@ -82,7 +86,7 @@ class ComputeOptions:
             EngineError: the kernels that the owner asked for cannot be had.
         """
         cache = Paths.from_environment().kernels
-        return choose(self.kernels, device=device, cache=cache, threads=torch.get_num_threads())
+        return choose(self.kernels, device=device, cache=cache, threads=self.threads or torch.get_num_threads())
 
 
 @dataclass(slots=True)
@@ -105,6 +109,13 @@ class Loaded:
             self.router.close()
         if self.generator is not None:
             await self.generator.close()
+
+    @property
+    def compiled(self) -> bool:
+        """Whether the compiled kernels multiply every matrix that is held."""
+        held: list[Stage | ExpertBank] = [*self.banks, *([self.stage] if self.stage else [])]
+        linears = [each.held for one in held for each in one.holdings if isinstance(each.held, Linear)]
+        return all(linear.kind == NativeLinear.kind for linear in linears)
 
     @property
     def rows(self) -> int:
@@ -154,13 +165,22 @@ async def load(
     try:
         role = str(fields["role"])
         options.check()
+        if role not in ("experts", "stage"):
+            raise EngineError("unknown_role", f"An engine loads 'stage' or 'experts', not {role!r}.")
+        threads = options.threads or torch.get_num_threads()
+        await compute.run(lambda: torch.set_num_threads(threads))
         if role == "experts":
-            return await _load_experts(fields, compute, options)
-        if role == "stage":
-            return await _load_stage(Path(fields["path"]), fields, compute, runtime, options, progress, announce)
+            loaded = await _load_experts(fields, compute, options)
+        else:
+            loaded = await _load_stage(Path(fields["path"]), fields, compute, runtime, options, progress, announce)
+        if loaded.compiled:
+            # After each of torch's operations its threads wait for the next one awake, on the processors that the
+            # kernels' threads need; and what is left to torch is small.
+            torch.set_num_threads(1)
+            await compute.run(lambda: torch.set_num_threads(1))
+        return loaded
     except (KeyError, TypeError, ValueError) as error:
         raise EngineError("bad_load_request", f"The load request is incomplete or malformed: {error!r}.") from error
-    raise EngineError("unknown_role", f"An engine loads 'stage' or 'experts', not {role!r}.")
 
 
 async def _load_experts(fields: dict[str, Any], compute: Compute, options: ComputeOptions) -> Loaded:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from kvasir_console.engine.forms import EAGER, REFERENCE
 from kvasir_console.engine.process.compute import Compute
@@ -68,3 +69,23 @@ async def test_a_device_that_is_not_there_is_refused_by_name(moe: Path, tmp_path
         with pytest.raises(EngineError) as refusal:
             await load(fields, Compute(), tmp_path, options, lambda *_: None)
         assert refusal.value.code == "no_such_device"
+
+
+@pytest.mark.parametrize(("kernels", "threads"), [("native", 1), ("eager", 3)])
+async def test_torch_keeps_its_threads_only_where_it_multiplies(
+    moe: Path, tmp_path: Path, kernels: str, threads: int
+) -> None:
+    """Those that wait for torch's next operation would take processors from the compiled kernels' threads."""
+    compute, before = Compute(), torch.get_num_threads()
+    fields = {"path": str(moe), "role": "experts", "layer": 0, "experts": [0, 2]}
+    try:
+        await load(fields, compute, tmp_path, ComputeOptions("cpu", kernels, threads=3), lambda *_: None)
+    except EngineError as error:
+        if error.code != "no_compiled_kernels":
+            raise
+        pytest.skip(error.message)
+    else:
+        assert await compute.run(torch.get_num_threads) == threads
+    finally:
+        torch.set_num_threads(before)
+        compute.close()

@@ -291,8 +291,11 @@ async def test_one_engine_serves_experts_of_several_layers_and_counts_who_was_ch
         here = np.array(now["pairs"]) - np.array(was["pairs"])
         assert (here + np.array(now["pairs_remote"])).tolist() == was["pairs"]
     assert [(each["layer"], each["begin"], each["end"]) for each in worker_counts] == [(0, 0, 2), (1, 1, 4)]
-    assert worker_counts[0]["pairs"] == after[0]["pairs_remote"][0:2]
-    assert worker_counts[1]["pairs"] == after[1]["pairs_remote"][1:4]
+    for counts, was, now in zip(worker_counts, before, after, strict=True):
+        offered = slice(counts["begin"], counts["end"])
+        used, most = now["pairs_remote"][offered], was["pairs"][offered]
+        # On a busy machine an answer may be late: its pairs were computed there and are not counted as remote.
+        assert all(low <= there <= high for low, there, high in zip(used, counts["pairs"], most, strict=True))
     assert after[1]["pairs_remote"][1] == 0  # held, but not offered to this trunk
     assert after[0]["pairs_remote"][2:] == [0, 0]
 

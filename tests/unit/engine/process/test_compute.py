@@ -55,7 +55,8 @@ async def test_the_first_thread_takes_its_work_back_when_it_returns_from_waiting
     other = await compute.run(threading.get_ident)
     go_on.set()
     assert other != await first
-    assert {await compute.run(threading.get_ident) for _ in range(50)} == {await first}
+    # The other may not have ended yet when the first piece of work comes; by the last it has.
+    assert [await compute.run(threading.get_ident) for _ in range(50)][-1] == await first
 
 
 async def test_an_error_reaches_who_asked(compute: Compute) -> None:

@@ -8,6 +8,7 @@ import json
 import random
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from kvasir_console.node.placement.plan import Plan, PlannedStage, sign_plan, ve
 from kvasir_console.node.statements import _check_end, _signed
 from kvasir_console.relay.http_requests import HeadError, RequestStream
 from kvasir_console.relay.wire import signed, statement
+from kvasir_console.relay.wire.stage_report import SliceWork, StageReport, check_growth, check_passed
 from kvasir_console.wallet.delegation import Delegation, parse_details
 from kvasir_console.wallet.keys import encode_address, verify
 
@@ -145,6 +147,36 @@ def rotations() -> Target:
     return Target("hub key rotations", samples, read)
 
 
+def stage_reports() -> Target:
+    slices = tuple(SliceWork(layer, 0, 4, 10 + layer, 20, "cd" * 32, True) for layer in (3, 5))
+    real = StageReport(
+        hub=address(HUB), stage=WALLET, key=address(NEXT), ring="r", epoch=3, run="ab" * 16, sequence=7,
+        model_digest="ef" * 32, wallet=address(NEXT), session=WORKER, requests=4, slices=slices,
+        quarantined=True, convictions=1, fault="gain", evidence="00" * 32,
+    )  # fmt: skip
+    before = replace(real, sequence=6, slices=(replace(slices[0], rows=9), slices[1]), requests=3)
+
+    def shape(rng: random.Random) -> bytearray:
+        head, _, body = real.text().partition("\n")
+        if rng.random() < 0.5:
+            body = json.dumps(altered(rng, json.loads(body)), sort_keys=True, separators=(",", ":"))
+        data = bytearray(f"{head}\n{body}".encode(errors="surrogatepass"))
+        return broken(rng, [bytes(data)], data) if rng.random() < 0.5 else data
+
+    def read(pieces: list[bytes]) -> bool:
+        text = b"".join(pieces).decode("utf-8", "replace")
+        try:
+            report = StageReport.parse(text)
+            check_growth(before, report)
+            check_passed(64, [report.work], 10**5, 10**5)
+        except KvasirError:
+            return False
+        assert report.text() == text
+        return True
+
+    return Target("stages' reports", (real.text().encode(),), read, shape=shape, factor=JSON_FACTOR)
+
+
 def actions() -> Target:
     details: Sequence[tuple[str, dict[str, Any]]] = (
         ("claim", {"amount": 5, "nested": {"a": [1, None, "é"]}}),
@@ -209,7 +241,7 @@ def tokens() -> Target:
 
 
 def plans() -> Target:
-    stages = (PlannedStage(0, WALLET, 0, 4), PlannedStage(1, address(NEXT), 4, 9))
+    stages = (PlannedStage(0, WALLET, 0, 4, (address(HUB),)), PlannedStage(1, address(NEXT), 4, 9))
     real = sign_plan(Plan("r", "tiny", "ab" * 32, 9, 3, stages), lambda text: HUB.sign(text).signature)
 
     def shape(rng: random.Random) -> bytearray:
@@ -441,6 +473,7 @@ def targets() -> list[Target]:
     return [
         statement_pages(),
         rotations(),
+        stage_reports(),
         actions(),
         tokens(),
         plans(),

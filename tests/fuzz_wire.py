@@ -203,6 +203,7 @@ def ring_samples() -> tuple[Frame, ...]:
         *ring.encode_held(EPOCH, {1: Held(3, 4, 6), 2: Held(0, 0, 0)}),
         *ring.encode_known(EPOCH, {1: Known(3, 4, (5, 6, 7, 8)), 2: Known(0, 2, (1, 2))}),
         Frame(FrameKind.ROLL, EPOCH, (Item(1, rows=0), Item(2, rows=0))),
+        ring.encode_lost(EPOCH, (0, 2)),
     )
 
 
@@ -226,6 +227,8 @@ def open_payload(frame: Frame) -> None:
             with contextlib.suppress(RingError):
                 ring.decode_held(frame)
             ring.decode_known(frame)
+        case FrameKind.LOST:
+            assert ring.decode_lost(frame, 3) <= {0, 1, 2}
 
 
 NUMBERS = (0, 1, 2, 3, 4, 15, 255, 256, 4096, 4097, 65536, 65537, 2**24, 2**31 - 1, 2**31, 2**32 - 1)
@@ -248,7 +251,7 @@ def lying(rng: random.Random, frame: Frame) -> bytes:
             case 4:
                 payload = payload[: rng.randrange(len(payload) + 1)] + rng.randbytes(rng.choice([0, 0, 4, 60, 3000]))
             case 5:
-                kind = rng.choice([*range(13), 255])
+                kind = rng.choice([*range(max(FrameKind) + 2), 255])
             case 6:
                 epoch, flags = rng.choice([0, frame.epoch, frame.epoch + 1, 2**32 - 1]), rng.choice([0, 1, 2, 65535])
             case 7:

@@ -94,8 +94,13 @@ def run(work: Coroutine[Any, Any, bool]) -> bool:
     """On a loop of this module, within a bound that no busy machine meets."""
     if not _LOOP:
         _LOOP.append(asyncio.new_event_loop())
-        logging.getLogger("kvasir_console").setLevel(logging.CRITICAL)
-    return _LOOP[0].run_until_complete(asyncio.wait_for(work, WAIT_S))
+    log = logging.getLogger("kvasir_console")
+    level = log.level
+    log.setLevel(logging.CRITICAL)  # what is refused by the thousand is told by the thousand
+    try:
+        return _LOOP[0].run_until_complete(asyncio.wait_for(work, WAIT_S))
+    finally:
+        log.setLevel(level)
 
 
 async def turns(count: int = 3) -> None:

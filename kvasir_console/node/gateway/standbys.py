@@ -84,6 +84,7 @@ class Standbys:
         self._clock = clock
         self._monotonic = monotonic
         self._grace_s = grace_s
+        self._since = clock()
         self._watches = {ring: Watch(grace_s) for ring in rings}
         self._kept: dict[str, frozenset[str]] = {}
         """Who was seen in each ring, as the store has it."""
@@ -114,7 +115,7 @@ class Standbys:
         """Look once at every ring, and move what is to be moved. Raises ``KvasirError`` of the store."""
         for ring_id, watch in self._watches.items():
             plan, now = self._rings[ring_id].plan, self._monotonic()
-            watch.look(plan, self._connected(ring_id), now)
+            watch.look(plan, self._connected(ring_id), now, self._came(ring_id))
             if watch.seen != self._kept.get(ring_id):
                 await asyncio.to_thread(write_seen, self._store, ring_id, watch.seen)
                 self._kept[ring_id] = watch.seen
@@ -201,6 +202,12 @@ class Standbys:
     def _connected(self, ring_id: str) -> frozenset[str]:
         prefix = f"{ring_id}/"
         return frozenset(each.wallet for each in self._hub.sessions() if each.connected and each.key.startswith(prefix))
+
+    def _came(self, ring_id: str) -> frozenset[str]:
+        """Who had a session of the ring since this object began; the hub remembers those of before a restart too."""
+        prefix = f"{ring_id}/"
+        sessions = (each for each in self._hub.sessions() if each.key.startswith(prefix))
+        return frozenset(each.wallet for each in sessions if each.opened_at >= self._since)
 
     def _keys(self, ring_id: str, wallet: str) -> list[str]:
         prefix = f"{ring_id}/"

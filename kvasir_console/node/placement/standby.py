@@ -32,9 +32,10 @@ class Watch:
         self._grace_s = grace_s
         self._gone: dict[tuple[int, str], float] = {}
 
-    def look(self, plan: Plan, connected: Collection[str], now: float) -> None:
-        """``connected`` are the wallets that have a relay session of this ring now; ``now`` in seconds."""
-        self.seen |= {stage.wallet for stage in plan.stages if stage.wallet in connected}
+    def look(self, plan: Plan, connected: Collection[str], now: float, came: Collection[str] = ()) -> None:
+        """``connected`` are the wallets that have a relay session of this ring now, ``came`` those that had one at some
+        time since this watch began: one that came and left between two looks was there too. ``now`` in seconds."""
+        self.seen |= {stage.wallet for stage in plan.stages if stage.wallet in connected or stage.wallet in came}
         gone = [(stage.rank, stage.wallet) for stage in plan.stages if stage.wallet not in connected]
         self._gone = {each: self._gone.get(each, now) for each in gone}
 

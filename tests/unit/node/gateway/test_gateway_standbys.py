@@ -125,6 +125,19 @@ async def test_a_window_whose_node_stays_away_goes_to_who_stands_by(gateway: Gat
     assert gateway.plan.generation == 2
 
 
+async def test_who_came_and_left_between_two_looks_is_gone_and_who_came_before_the_start_is_waited_for(
+    gateway: Gateway,
+) -> None:
+    left = replace(session(f"{DENSE}/0/N", BOB), connected=False, last_close=(1006, ""))
+    for opened_at, generation in ((NOW - 1, 1), (NOW, 2)):
+        gateway.relay.live = [session(f"{DENSE}/0/P", ALICE), replace(left, opened_at=opened_at)]
+        await gateway.standbys.look()
+        gateway.clock.now += GRACE_S + 1
+        gateway.reports(CAROL)
+        await gateway.standbys.look()
+        assert gateway.plan.generation == generation
+
+
 async def test_who_reported_long_ago_is_passed_over_and_who_was_replaced_is_cut_off(gateway: Gateway) -> None:
     gateway.reports(CAROL)
     gateway.clock.now += READY_S + 1

@@ -29,6 +29,8 @@ class Accounts:
         self._paths = paths
         self._minimum: int | None = None
         self._view = EarningsView()
+        self._trouble = ""
+        """Why the balance was not refreshed, as the log has it: it is told once, not every few seconds."""
 
     def learn(self, info: GatewayInfo) -> None:
         """What the gateway's configuration says about money."""
@@ -64,7 +66,13 @@ class Accounts:
         try:
             await self._refresh_balance()
         except KvasirError as error:
-            log.info("the balance on chain is not refreshed: %s", error)
+            if str(error) != self._trouble:
+                log.info("the balance on chain is not refreshed: %s", error)
+            self._trouble = str(error)
+        else:
+            if self._trouble:
+                log.info("the balance on chain is refreshed again")
+            self._trouble = ""
 
     async def _refresh_balance(self) -> None:
         # The Solana client takes a quarter of a second to import; a node that never shows money never pays it.

@@ -193,7 +193,8 @@ class Endpoints:
             if error.retry_after_s is not None:
                 rest_s = error.retry_after_s
         endpoint.rests_until_s = self._monotonic_s() + rest_s
-        level = logging.WARNING if error.code == "cluster_changed" else logging.INFO
+        level = logging.INFO if self.several else logging.DEBUG  # the failure of the only one is the caller's to tell
+        level = logging.WARNING if error.code == "cluster_changed" else level
         _log.log(level, "the RPC at %s rests for %.1f s: %s", host_of(endpoint.url), rest_s, error.message)
 
     async def _identify(self, endpoint: _Endpoint) -> None:

@@ -208,18 +208,25 @@ async def test_the_balance_comes_from_a_real_ledger(ledger, tmp_path: Path):
     assert money.view().wallet_micro_kvr == 0  # asked and answered: this zero is true
 
 
-async def test_another_cluster_than_the_wallets_shows_no_balance(ledger, tmp_path: Path):
+async def test_another_cluster_than_the_wallets_shows_no_balance(ledger, tmp_path: Path, caplog):
     """The same file as the wallet's commands keep: what either met first holds for both."""
     config = WalletConfig(rpc_url=ledger.url, rpc_auth_file=str(ledger.auth_file))
     paths = Paths.from_environment({"KVASIR_HOME": str(tmp_path)})
     pin = ClusterPin(paths.state / "clusters.json", WALLET)
     pin.accept("4uhcVJyU9pJkvQyS88uRDiswHXSCkY3zQawwpjk2NsNY")
     money = accounts(Gate(), config=config, home=tmp_path)
-    await money.refresh()
+    caplog.set_level("INFO", logger="kvasir_console.node.accounts")
+    for _ in range(3):
+        await money.refresh()
     assert money.view().wallet_micro_kvr is None
     pin.accept(ledger.genesis)
     await money.refresh()
     assert money.view().wallet_micro_kvr == 0
+    told = [record.getMessage() for record in caplog.records if record.name == "kvasir_console.node.accounts"]
+    assert [line.partition(":")[0] for line in told] == [  # once each, however often it is asked
+        "the balance on chain is not refreshed",
+        "the balance on chain is refreshed again",
+    ]
 
 
 async def test_the_first_cluster_that_a_node_meets_is_pinned(ledger, tmp_path: Path):

@@ -46,6 +46,7 @@ MINT_RENT = 1_461_600
 async def client(process: LedgerProcess) -> AsyncIterator[AsyncClient]:
     headers = {"Authorization": process.auth}
     async with AsyncClient(process.url, commitment=Processed, extra_headers=headers) as connected:
+        await connected.request_airdrop(OWNER.pubkey(), 10 * SOL)
         yield connected
 
 
@@ -71,7 +72,6 @@ def words(instruction: ParsedInstruction) -> tuple[str, Any]:
 
 
 async def test_a_mint_and_a_transfer_read_as_what_was_signed(client: AsyncClient) -> None:
-    await client.request_airdrop(OWNER.pubkey(), 10 * SOL)
     owner, mint = str(OWNER.pubkey()), str(MINT.pubkey())
     mine, theirs = (token.associated_token_address(each, mint) for each in (owner, str(FRIEND)))
     instructions = [
@@ -169,8 +169,9 @@ async def test_a_mint_and_a_transfer_read_as_what_was_signed(client: AsyncClient
 
 
 async def test_the_inner_instructions_keep_their_compiled_form_in_json(client: AsyncClient) -> None:
-    friend = Keypair().pubkey()
-    instruction = token.create_token_account(OWNER.pubkey(), friend, MINT.pubkey())
+    friend, mint = Keypair().pubkey(), Keypair()
+    await landed(client, token.create_mint(OWNER.pubkey(), mint.pubkey(), MINT_RENT, 1), OWNER, mint)
+    instruction = token.create_token_account(OWNER.pubkey(), friend, mint.pubkey())
     signature = await landed(client, [instruction], OWNER)
     found = await client.get_transaction(
         signature, encoding="json", commitment=Confirmed, max_supported_transaction_version=0

@@ -52,6 +52,13 @@ class NodeConfig:
     poll_s: float = 45.0
     """Market poll and coverage heartbeat; the gateway forgets a node after 120 s."""
     retry_s: float = 15.0
+    direct: bool = False
+    """Edges of a ring may go straight to a neighbour that listens, past the relay; both then learn each other's
+    address."""
+    direct_listen: str = ""
+    """``HOST:PORT`` on which neighbours are listened for (empty: nothing listens)."""
+    direct_address: str = ""
+    """``HOST:PORT`` under which they reach it (empty: as ``direct_listen``)."""
     auto_claim: bool = False
     """Claim as soon as the gateway's minimum is reached, while the wallet is unlocked."""
 

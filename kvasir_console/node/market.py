@@ -17,6 +17,7 @@ import httpx
 
 from kvasir_console import __version__
 from kvasir_console.errors import ConfigError, KvasirError, LedgerError, NetworkError, WalletError
+from kvasir_console.relay.direct import Introduction
 from kvasir_console.relay.tls import client_context, is_loopback
 from kvasir_console.relay.wire.statement import MAX_ROTATIONS, Rotation
 from kvasir_console.relay.wire.texts import loads
@@ -45,6 +46,7 @@ class GatewayInfo:
     minimum_claim_micro_kvr: int | None
     statements: bool = False
     stage_reports: bool = False
+    direct_edges: bool = False
     hub_key_rotations: tuple[Rotation, ...] = ()
     """How the hub's key came to be the one it is; unverified."""
 
@@ -130,6 +132,7 @@ class Market:
             hub_key=str(extensions.get("hub_key", "")),
             statements=bool(extensions.get("statements")),
             stage_reports=bool(extensions.get("stage_reports")),
+            direct_edges=bool(extensions.get("direct_edges")),
             hub_key_rotations=_rotations(extensions.get("hub_key_rotations")),
             minimum_claim_micro_kvr=minimum if type(minimum) is int and minimum >= 0 else None,
         )
@@ -191,6 +194,14 @@ class Market:
     async def placements(self, token: str) -> list[dict[str, Any]]:
         """Signed plans: ``{"plan": {...}, "signature": base64}``; the caller verifies them."""
         return _objects(await self._json("GET", "/api/placement", token=token), "plans")
+
+    async def edges(self, token: str) -> list[Introduction]:
+        """How to reach the neighbours in a ring without the relay; what is no introduction is left out."""
+        found: list[Introduction] = []
+        for each in _objects(await self._json("GET", "/api/edges", token=token), "edges"):
+            with contextlib.suppress(ValueError):
+                found.append(Introduction.from_json(each))
+        return found
 
     async def statements(self, token: str, worker: str, since: int) -> dict[str, Any]:
         """What the hub states about a worker beyond statement ``since``; unverified."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import time
 from collections import deque
@@ -40,6 +41,7 @@ from kvasir_console.node.accounts import Accounts
 from kvasir_console.node.admin import Handler
 from kvasir_console.node.ahead import Ahead, as_if_served, identity
 from kvasir_console.node.credentials import Credentials
+from kvasir_console.node.direct import DirectEdges, DirectView
 from kvasir_console.node.holding import (
     ExpertHolding,
     Holding,
@@ -75,6 +77,8 @@ DRAIN_S = 1.5
 """How long trunks are waited for when the node stops."""
 STANDBY_POLL_S = 5.0
 """How often a node that stands by asks for the plan, at least."""
+DIRECT_POLL_S = 20.0
+"""A node whose edges may go past the relay reports at least so often: by that the gateway knows that it is there."""
 QUICK_KINDS = (Kind.RING_NEXT, Kind.RING_PREV, Kind.ENTRY)
 QUICK_REDIAL_S = (0.25, 5.0)
 """A ring stands still while an edge is dialled again: its sessions wait no longer than this."""
@@ -116,6 +120,7 @@ class Node:
         self._info: GatewayInfo | None = None
         self._client: EngineClient | None = None
         self._engine_changed = asyncio.Event()
+        self._direct = DirectEdges(config.node, config.network.gateway, self._engine.data_socket)
         self._state = phase.initial(time.time())
         self._holding: Holding | None = None
         self._verified: tuple[int, ...] | None = None
@@ -153,7 +158,10 @@ class Node:
             gateway=self._market.gateway,
             state=self._state,
             held=None if self._holding is None else self._holding.view(),
-            relays=tuple(_relay_view(uplink.snapshot(), now_s) for uplink in (*self._uplinks, *self._waiting)),
+            relays=tuple(
+                _relay_view(state, now_s, self._direct.view(state.session))
+                for state in (uplink.snapshot() for uplink in (*self._uplinks, *self._waiting))
+            ),
             work=replace(
                 self._telemetry.view(layers=isinstance(self._holding, RingHolding)), expert_pairs=self._expert_pairs
             ),
@@ -230,6 +238,8 @@ class Node:
             stack.push_async_callback(self._signer.stop)
             if passphrase is not None:
                 await self.unlock(passphrase)
+            await self._direct.start()
+            stack.push_async_callback(self._direct.close)
             await self._run()
         self._enter(Phase.STOPPED, "The node stopped.")
 
@@ -420,6 +430,7 @@ class Node:
                 wired = await self._heartbeat(holding, info)
                 if isinstance(holding, RingHolding):
                     await self._follow_plan(holding, info)
+                    await self._introduce(holding, info)
             except NetworkError as error:
                 if not isinstance(self._holding, RingHolding) or not self._uplinks:
                     raise
@@ -434,7 +445,8 @@ class Node:
                 self._enter(Phase.REPORTING, "The gateway has not wired a session for this slice yet.")
             self._note_serving()
             await self._delegate()
-            await self._pause(self._config.node.poll_s if wired else self._config.node.retry_s)
+            poll_s = min(self._config.node.poll_s, DIRECT_POLL_S if self._direct.enabled else math.inf)
+            await self._pause(poll_s if wired else self._config.node.retry_s)
 
     async def _follow_plan(self, holding: RingHolding, info: GatewayInfo) -> None:
         """Take a newer plan: the engine keeps its window and what it holds if the plan leaves it there.
@@ -453,6 +465,15 @@ class Node:
         holding.plan = plan
         self._note(f"The ring {plan.ring} is at generation {plan.generation}; this window stays.")
 
+    async def _introduce(self, holding: RingHolding, info: GatewayInfo) -> None:
+        """Let edges go past the relay where the gateway knows a way and the owner allows it."""
+        if not self._direct.enabled or not info.direct_edges:
+            return
+        uplinks = {uplink.snapshot().session: uplink for uplink in self._uplinks}
+        offered = {each.name: each.preamble for each in holding.sessions(self._market.gateway)}
+        sessions = {name: (offered[name], uplink) for name, uplink in uplinks.items() if name in offered}
+        await self._direct.follow(await self._with_token(self._market.edges), sessions)
+
     async def _heartbeat(self, holding: Holding | None, info: GatewayInfo, stands_by: Plan | None = None) -> bool:
         """One coverage report; whether the gateway has sessions wired for what is held.
 
@@ -468,6 +489,8 @@ class Node:
             "backend": machine.backend,
             **(holding.coverage() if holding is not None else _nothing_held(stands_by)),
         }
+        if self._direct.enabled and info.direct_edges and isinstance(holding, RingHolding):
+            report |= {"direct": self._direct.announcement(), "direct_live": self._direct.live}
         if not info.dispatch_wires:
             report.pop("wires", None)  # an extension, used only where it is announced
         reply = await self._with_token(lambda token: self._market.report(token, report))
@@ -531,6 +554,7 @@ class Node:
             self._star.cancel()
             await asyncio.gather(self._star, return_exceptions=True)
             self._star = None
+        await self._direct.drop()
         ended = self._uplinks | self._waiting
         self._uplinks, self._waiting = {}, {}
         await asyncio.gather(*(uplink.close() for uplink in ended))
@@ -551,7 +575,7 @@ class Node:
         if self._state.phase not in (Phase.DIALLING, Phase.SERVING) or not self._uplinks:
             return
         states = [uplink.snapshot() for uplink in self._uplinks]
-        waiting = [state for state in states if state.phase is not UplinkPhase.OPEN]
+        waiting = [state for state in states if state.phase not in (UplinkPhase.OPEN, UplinkPhase.ASIDE)]
         if not waiting:
             self._enter(Phase.SERVING, "Every relay session is open.")
         elif waiting[0].last_close is not None:
@@ -721,7 +745,15 @@ def _nothing_held(stands_by: Plan | None) -> dict[str, object]:
     return {"model": stands_by.model, "segments": [], "stands_by": True}
 
 
-def _relay_view(state: UplinkState, now_s: float) -> RelayView:
+def _relay_view(state: UplinkState, now_s: float, direct: DirectView | None) -> RelayView:
+    if direct is not None:
+        return RelayView(
+            session=state.session,
+            state="direct",
+            since_s=now_s - direct.since_s,
+            bytes_up=state.bytes_up + direct.bytes_up,
+            bytes_down=state.bytes_down + direct.bytes_down,
+        )
     return RelayView(
         session=state.session,
         state=state.phase.value,

@@ -28,7 +28,8 @@ class SliceView:
 
 @dataclass(frozen=True, slots=True)
 class RelayView:
-    """One outbound session. ``state`` is ``closed``, ``dialling``, ``open`` or ``waiting`` (for ``retry_in_s``).
+    """One outbound session. ``state`` is ``closed``, ``dialling``, ``open``, ``waiting`` (for ``retry_in_s``), or
+    ``direct``: a ring's edge that goes past the relay, which is *aside* just before and after.
 
     ``since_s`` is Unix time.
     """

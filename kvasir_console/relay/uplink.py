@@ -3,6 +3,8 @@
     closed ── run ──► dialling ──► open ──► waiting ──► dialling ── ...
                           └── not opened ──────┘
 
+While another path carries the session (``direct``) it stands *aside*: nothing is dialled until that path is gone.
+
 The node dials out, on 443 only; nothing on it listens to the network. Once the WebSocket is open the engine's data
 socket is dialled and told what the session is (``wire.preamble``); from then on bytes are pumped both ways with
 back-pressure and never looked at.
@@ -49,6 +51,8 @@ STAR_EDGE = "experts-"
 """Edge name, with a number after it, of a session that a ring's stage keeps waiting for one worker."""
 MAX_WAITING = 256
 """Most such sessions of a stage."""
+ASIDE_AFTER_S = 5.0
+"""How long a session goes on beside the path that is to replace it: that one may come to nothing."""
 _TOKEN = re.compile(r"[!-~]+")
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
@@ -59,6 +63,7 @@ class UplinkPhase(StrEnum):
     DIALLING = "dialling"
     OPEN = "open"
     WAITING = "waiting"
+    ASIDE = "aside"
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +176,9 @@ class Uplink:
         self._bytes_down = 0
         self._connects = 0
         self._closing = asyncio.Event()
+        self._aside = asyncio.Event()
+        self._resumed = asyncio.Event()
+        self._resumed.set()
         self._wake = asyncio.Event()
         self._finished = asyncio.Event()
         self._finished.set()
@@ -196,10 +204,14 @@ class Uplink:
         self._finished.clear()
         try:
             while not self._closing.is_set():
+                if self._aside.is_set():
+                    self._enter(UplinkPhase.ASIDE)
+                    await self._unless_closing(self._resumed.wait())
+                    continue
                 self._enter(UplinkPhase.DIALLING)
                 self._last_close = await self._once()
-                if self._closing.is_set():
-                    break
+                if self._closing.is_set() or self._aside.is_set():
+                    continue
                 delay_s = self._backoff.next_s()
                 _log.info("session %s: %s; next try in %.1f s", self._session, self._last_close.text, delay_s)
                 self._wake.clear()
@@ -214,6 +226,18 @@ class Uplink:
     def redial(self) -> None:
         """Dial now if waiting, for example because coverage was just reported."""
         self._wake.set()
+
+    def stand_aside(self) -> None:
+        """Another path carries this session now: end the connection in a while, and dial no other."""
+        self._resumed.clear()
+        self._aside.set()
+        self._wake.set()
+
+    def resume(self) -> None:
+        """The other path is gone: dial at once."""
+        self._aside.clear()
+        self._resumed.set()
+        self._backoff.reset()
 
     async def close(self) -> None:
         """End the session with 1000 and return once ``run`` has."""
@@ -293,6 +317,7 @@ class Uplink:
                 pump(engine, relay, self._count_up),
                 relay.keep_alive(self._ping_interval_s, self._dead_after_s),
                 self._closing.wait(),
+                self._replaced(),
             )
         except PathDeadError:
             meaning = f"the relay gave no sign of life for {self._dead_after_s:g} s"
@@ -301,10 +326,20 @@ class Uplink:
             pass  # one side is gone; which one is seen below
         finally:
             await engine.close()
-        if self._closing.is_set() or not relay.open:
+        if self._closing.is_set() or self._aside.is_set() or not relay.open:
             return await relay.close()
         await relay.close(CloseCode.UPSTREAM, "engine gone")
         return Closing(CloseCode.UPSTREAM, "", "this node's engine ended the session", "dialling again")
+
+    async def _replaced(self) -> None:
+        """Until this session has stood aside for a while."""
+        while True:
+            await self._aside.wait()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(ASIDE_AFTER_S):
+                    await self._resumed.wait()
+            if self._aside.is_set():
+                return
 
     def _count_down(self, size: int) -> None:
         self._backoff.reset()

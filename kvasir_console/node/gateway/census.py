@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvasir_console.errors import LedgerError, NetworkError
-from kvasir_console.node.gateway.coverage import Report, Window
+from kvasir_console.node.gateway.coverage import Reached, Report, Window
 from kvasir_console.relay.wire.preamble import Wire
 
 STALE_S = 120.0
@@ -76,6 +76,8 @@ class Worker:
     last_at: float = 0.0
     stands_by: bool = False
     """It has what its wallet stands by for in the model's ring."""
+    direct: Reached | None = None
+    direct_live: bool = False
 
 
 class Census:
@@ -251,6 +253,8 @@ class Census:
             claimed_at=now if known is None or known.session != report.session else known.claimed_at,
             last_at=now,
             stands_by=report.stands_by,
+            direct=report.direct,
+            direct_live=report.direct_live,
         )
         self._workers[key] = worker
         self._sessions[report.session] = key

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvasir_console.errors import UsageError
+from kvasir_console.relay.direct import check_fingerprint, parse_address
 from kvasir_console.relay.wire.preamble import Wire, wires_named
 
 MAX_SEGMENTS = 256
@@ -41,6 +42,14 @@ class Window:
 
 
 @dataclass(frozen=True, slots=True)
+class Reached:
+    """``address`` is ``HOST:PORT``, ``certificate`` the SHA-256 of the listener's in hexadecimal digits."""
+
+    address: str
+    certificate: str
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """One coverage post, checked."""
 
@@ -52,6 +61,10 @@ class Report:
     platform: Mapping[str, str]
     stands_by: bool = False
     """Our extension: nothing is held, but the windows of the model's ring that this wallet stands by for are here."""
+    direct: Reached | None = None
+    """Our extension: where a neighbour in a ring reaches this node without the relay."""
+    direct_live: bool = False
+    """Our extension: an edge of a ring goes past the relay now, so its sessions here may be closed."""
 
 
 def parse_report(body: Mapping[str, Any], *, service: bool = False) -> Report:
@@ -84,6 +97,8 @@ def parse_report(body: Mapping[str, Any], *, service: bool = False) -> Report:
         wires=(wires_named(wires[:16]) if isinstance(wires, list) else Wire(0)) or Wire.V2,
         platform=_platform(body),
         stands_by=body.get("stands_by") is True,
+        direct=_reached(body.get("direct")),
+        direct_live=body.get("direct_live") is True,
     )
 
 
@@ -112,6 +127,21 @@ def session_name(worker_id: str, url: object = None, *, service: bool = False) -
 def short_model_name(model: str) -> str:
     """The last path component, as the public bridge reads a model's name."""
     return model.replace("\\", "/").rstrip("/").rpartition("/")[2]
+
+
+def _reached(data: object) -> Reached | None:
+    """What cannot be dialled is left out: the edge then goes through the relay."""
+    if not isinstance(data, dict):
+        return None
+    address, certificate = data.get("address"), data.get("certificate")
+    if not isinstance(address, str) or not isinstance(certificate, str):
+        return None
+    try:
+        parse_address(address)
+        check_fingerprint(certificate)
+    except ValueError:
+        return None
+    return Reached(address, certificate)
 
 
 def _window(model: str, segment: object) -> Window | None:

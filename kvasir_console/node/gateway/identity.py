@@ -139,6 +139,11 @@ class Identity:
         shown = (headers.get(SERVICE_HEADER, ""), _bearer(headers))
         return any(hmac.compare_digest(text.encode(), self._secrets.service_token.encode()) for text in shown)
 
+    def edge_ticket(self, ring: str, generation: int, edge: int) -> str:
+        """What the two ends of a ring's edge show each other, in hexadecimal digits; another with each plan."""
+        text = f"kvasir-edge-v1\n{ring}\n{generation}\n{edge}"
+        return hmac.new(self._secrets.node_token_key, text.encode(), "sha256").hexdigest()
+
     def require_service(self, headers: Mapping[str, str]) -> None:
         """Raises ``WalletError``: 401 with nothing shown, 403 with something else."""
         if not self.is_service(headers):

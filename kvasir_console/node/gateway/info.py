@@ -57,6 +57,7 @@ class Info:
             "wires": list(WIRE_NAMES),
             "relay_token_header": True,
             "placement": 1,
+            "direct_edges": 1,
             "signed_actions": 1,
             "delegation": 1,
             "statements": 1,

@@ -15,6 +15,7 @@ from kvasir_console.node.gateway.catalog import Slices
 from kvasir_console.node.gateway.census import Census
 from kvasir_console.node.gateway.coverage import parse_report, short_model_name
 from kvasir_console.node.gateway.identity import Caller, Identity
+from kvasir_console.node.gateway.introductions import introductions
 from kvasir_console.node.gateway.metering import Meter
 from kvasir_console.node.gateway.plans import PlannedRing
 from kvasir_console.node.gateway.web import address_of, query_integer, read_json, text_field, wallet_field
@@ -54,6 +55,7 @@ class Participation:
             Route("/api/proxy/models/{model}/expert-shard", self.expert_shard, methods=["GET"]),
             Route("/api/proxy/models/{model}/stage", self.stage, methods=["GET"]),
             Route("/api/placement", self.placement, methods=["GET"]),
+            Route("/api/edges", self.edges, methods=["GET"]),
             Route("/api/expert-relay/sessions", self.sessions, methods=["GET"]),
             Route("/api/contributions", self.contributions, methods=["GET"]),
         ]
@@ -163,6 +165,13 @@ class Participation:
         caller = self._caller(request)
         plans = [ring.signed for ring in self._rings.values() if caller.service or ring.names(caller.require_wallet())]
         return JSONResponse({"plans": plans})
+
+    async def edges(self, request: Request) -> Response:
+        """Our extension: introduces the two ends of each edge of the caller's windows to each other."""
+        wallet, now = self._caller(request).require_wallet(), self._clock()
+        rings = list(self._rings.values())
+        told = [each for ring in rings for each in introductions(ring, wallet, self._census, self._identity, now)]
+        return JSONResponse({"edges": told})
 
     async def sessions(self, request: Request) -> Response:
         self._identity.require_service(request.headers)

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 LOOK_S = 1.0
 READY_S = 60.0
-"""A standby that has not reported for so long is not one to rely on."""
+"""A standby that has not reported for so long is not one to rely on; nor is a node that needs no session here."""
 MAX_MOVES = 32
 
 
@@ -200,8 +200,11 @@ class Standbys:
         }
 
     def _connected(self, ring_id: str) -> frozenset[str]:
-        prefix = f"{ring_id}/"
-        return frozenset(each.wallet for each in self._hub.sessions() if each.connected and each.key.startswith(prefix))
+        """Who has a session of the ring, or said lately that its edges go past the relay."""
+        prefix, now, model = f"{ring_id}/", self._clock(), self._rings[ring_id].plan.model
+        here = (each.wallet for each in self._hub.sessions() if each.connected and each.key.startswith(prefix))
+        lately = (each for each in self._census.workers(now) if each.direct_live and now - each.last_at <= READY_S)
+        return frozenset(here) | frozenset(each.wallet for each in lately if each.model == model)
 
     def _came(self, ring_id: str) -> frozenset[str]:
         """Who had a session of the ring since this object began; the hub remembers those of before a restart too."""

@@ -95,7 +95,7 @@ def _of_node(book: Path) -> list[Settled]:
     """Sessions in a node's book that have a connection now."""
     workers: Iterable[Mapping[str, Any]] = json.loads(book.read_text())["workers"].values()
     return [
-        Settled(*(count[field] for field in ("connection", "up", "down", "lost_up", "disputed")), name)
+        Settled(count["connection"], count["up"], count["down"], count["lost_up"], count["disputed"], name)
         for worker in workers
         for name, count in worker["sessions"].items()
         if count["connection"]

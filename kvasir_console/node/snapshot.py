@@ -44,6 +44,11 @@ class RelayView:
     last_close: str = ""
     """Close code and its meaning, with the next action."""
 
+    @property
+    def carries(self) -> bool:
+        """Whether the session's bytes have a way now."""
+        return self.state in ("open", "direct")
+
 
 @dataclass(frozen=True, slots=True)
 class WorkView:

@@ -80,9 +80,9 @@ def _unreached(snapshot: NodeSnapshot) -> Verdict:
 
 
 def _serving(snapshot: NodeSnapshot) -> Verdict:
-    opened = [relay for relay in snapshot.relays if relay.state == "open"]
+    opened = [relay for relay in snapshot.relays if relay.carries]
     if len(opened) < len(snapshot.relays) or not snapshot.relays:
-        lost = next((relay for relay in snapshot.relays if relay.state != "open"), None)
+        lost = next((relay for relay in snapshot.relays if not relay.carries), None)
         reason = _reason(lost.last_close) if lost is not None else "none was dialled"
         kind = "a" if opened else "no"
         return Verdict(Answer.NO, f"{kind} relay session is {'not ' if opened else ''}open: {reason}")

@@ -9,6 +9,8 @@ from kvasir_console.screens.line import Line, Role, Span, crop, cut_middle, fit,
 
 _MARKS = {
     "open": ("●", Role.GOOD),
+    "direct": ("●", Role.GOOD),
+    "aside": ("◌", Role.ACCENT),
     "dialling": ("◌", Role.ACCENT),
     "waiting": ("○", Role.WARN),
     "closed": ("○", Role.BAD),
@@ -43,11 +45,12 @@ def _block(view: RelayView, now_s: float, cells: int) -> list[Line]:
     glyph, role = _MARKS.get(view.state, ("○", Role.WARN))
     name = line(Span(f"{glyph} ", role), Span(cut_middle(view.session, cells - 2), Role.STRONG))
     state = line(Span(f"  {view.state}", role), Span(f" for {fmt.duration(now_s - view.since_s)}", Role.LABEL))
-    if view.state != "open":
+    if not view.carries:
         retry = "" if view.retry_in_s is None else f", again in {fmt.duration(view.retry_in_s)}"
         why = [line(Span(f"  {text}", Role.WARN)) for text in wrap(view.last_close, cells - 2, 2)]
         return [name, crop([*state, Span(retry)], cells), *why]
-    facts = line(*state, Span("  rtt ", Role.LABEL), Span(fmt.milliseconds(view.rtt_ms)))
+    rtt = () if view.state == "direct" else (Span("  rtt ", Role.LABEL), Span(fmt.milliseconds(view.rtt_ms)))
+    facts = line(*state, *rtt)
     traffic = line(
         Span("  ↑ ", Role.LABEL),
         Span(fmt.size(view.bytes_up)),
@@ -65,7 +68,7 @@ def _short(view: RelayView, cells: int) -> list[Line]:
     traffic = fit(fmt.size(view.bytes_up + view.bytes_down), 10, right=True)
     name = fit(cut_middle(view.session, cells - 22), cells - 22)
     first = line(Span(f"{glyph} ", role), Span(name), Span(fit(state, 10, right=True), role), Span(traffic))
-    if view.state == "open":
+    if view.carries:
         return [first]
     retry = "" if view.retry_in_s is None else f"again in {fmt.duration(view.retry_in_s)}"
     why = "; ".join(part for part in (retry, view.last_close.strip()) if part)

@@ -9,6 +9,7 @@ import pytest
 from relay_parts import Engine, Table, accept_upgrade, digest, echo, frame, until
 from uplink_parts import SESSION, local_url, make, relay, running
 
+from kvasir_console.relay import uplink as uplink_module
 from kvasir_console.relay.hub import Refused
 from kvasir_console.relay.tls import client_context
 from kvasir_console.relay.uplink import UplinkPhase, ring_url
@@ -173,3 +174,37 @@ async def test_two_ring_ranks_meet_through_their_uplinks(runtime, tls_files):
             left.writer.write(b"P")
             right.writer.write(b"N")
             assert await asyncio.wait_for(left.reader.readexactly(1), 10) == b"N"
+
+
+async def test_a_session_stands_aside_for_another_path_and_comes_back(runtime, table, monkeypatch):
+    monkeypatch.setattr(uplink_module, "ASIDE_AFTER_S", 0.2)
+    phases = []
+    async with (
+        Engine(runtime / "trunk.data", echo) as trunk,
+        Engine(runtime / "node.data") as node,
+        relay(table) as (hub, port),
+        running(
+            make(local_url(port), runtime / "node.data", on_change=lambda each: phases.append(each.phase))
+        ) as uplink,
+    ):
+        link = await node.next_link()
+        await trunk.next_link()
+        uplink.stand_aside()
+        uplink.resume()  # the other path came to nothing: the session is the same
+        await asyncio.sleep(0.4)
+        link.writer.write(b"x")
+        assert await link.reader.readexactly(1) == b"x"
+        uplink.stand_aside()
+        assert await asyncio.wait_for(link.reader.read(), 10) == b""
+        await until(lambda: uplink.snapshot().phase is UplinkPhase.ASIDE)
+        await until(lambda: not [each for each in hub.sessions() if each.connected])
+        await asyncio.sleep(0.3)
+        assert uplink.snapshot().connects == 1  # dialling again is not for now
+        uplink.resume()
+        link = await node.next_link()
+        link.writer.write(b"y")
+        assert await link.reader.readexactly(1) == b"y"
+        uplink.stand_aside()
+        await until(lambda: uplink.snapshot().phase is UplinkPhase.ASIDE)
+    assert uplink.snapshot().phase is UplinkPhase.CLOSED  # and it can be closed from there
+    assert UplinkPhase.WAITING not in phases

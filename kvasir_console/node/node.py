@@ -53,7 +53,7 @@ from kvasir_console.node.hubpin import HubPin
 from kvasir_console.node.market import USER_AGENT, Assignment, GatewayInfo, Market
 from kvasir_console.node.phase import Phase
 from kvasir_console.node.placement.plan import Plan, PlannedStage
-from kvasir_console.node.reports import REPORT_S, StageBook
+from kvasir_console.node.reports import AT_ONCE, REPORT_S, StageBook
 from kvasir_console.node.signing import WalletSigner
 from kvasir_console.node.snapshot import DownloadView, MachineView, NodeSnapshot, RelayView
 from kvasir_console.node.star import Star
@@ -64,7 +64,7 @@ from kvasir_console.node.worker_id import worker_id
 from kvasir_console.paths import Paths
 from kvasir_console.relay.closing import CloseCode
 from kvasir_console.relay.counting import OwnCount
-from kvasir_console.relay.uplink import Uplink, UplinkPhase, UplinkState
+from kvasir_console.relay.uplink import MAX_WAITING, Uplink, UplinkPhase, UplinkState
 from kvasir_console.relay.wire.control import Message
 from kvasir_console.relay.wire.preamble import Kind
 
@@ -664,7 +664,8 @@ class Node:
     async def _last_report(self) -> None:
         with contextlib.suppress(KvasirError, OSError):  # a timeout is one too
             async with asyncio.timeout(REPORT_S):
-                await self._report_once()
+                for _ in range(MAX_WAITING // AT_ONCE):  # as many workers as a stage can have
+                    await self._report_once()
 
     # Small things
 

@@ -88,12 +88,18 @@ def _in_force(draft: Plan, configured: str, store: Store, identity: Identity) ->
 
 
 def _moved(draft: Plan, configured: str, store: Store) -> Plan:
-    """The plan that was made out of this configuration when windows moved, else the configured one itself."""
+    """The plan that was made out of this configuration when windows moved, else the configured one itself.
+
+    What was made out of another configuration is forgotten: it must not come back with it.
+    """
     kept = store.fact(_fact(draft.ring))
     if kept is None:
         return draft
     found = json.loads(kept)
-    return Plan.from_dict(found["plan"]) if found["configured"] == configured else draft
+    if found["configured"] == configured:
+        return Plan.from_dict(found["plan"])
+    store.set_fact(_fact(draft.ring), canonical_json({"configured": configured, "plan": draft.to_dict()}))
+    return draft
 
 
 def read_seen(store: Store, ring: str) -> frozenset[str]:

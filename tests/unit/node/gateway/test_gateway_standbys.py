@@ -155,6 +155,7 @@ async def test_who_reported_long_ago_is_passed_over_and_who_was_replaced_is_cut_
 async def test_a_restart_goes_on_with_the_moved_plan_and_a_changed_configuration_begins_anew(
     gateway: Gateway, tmp_path: Path, ring: tuple[ServedModel, ...]
 ) -> None:
+    first = gateway.plan
     await gateway.standbys.move(DENSE, 1, CAROL.address, "a test")
     moved = gateway.plan
     gateway.store.close()
@@ -166,6 +167,9 @@ async def test_a_restart_goes_on_with_the_moved_plan_and_a_changed_configuration
     assert changed.plan.generation == 3
     assert changed.plan.stages[1].wallet == BOB.address
     changed.store.close()
+    back = Gateway(tmp_path, ring)  # what he wrote, not what was made of it once
+    assert (back.plan.generation, back.plan.stages) == (4, first.stages)
+    back.store.close()
 
 
 async def test_who_was_seen_before_a_restart_is_gone_after_it_and_who_never_was_is_waited_for(

@@ -298,10 +298,7 @@ class Node:
             self._enter(Phase.STOPPED, "This node is configured to serve nothing.", "Set node.serve to change that.")
             await asyncio.Event().wait()
         self._enter(Phase.AUTHENTICATING, f"Asking {self._market.gateway} for a participation token.")
-        info = self._info = await self._market.config()
-        self._accounts.learn(info)
-        self._credentials.learn(info)
-        self._statements.learn(info)
+        info = await self._learn()
         await self._delegate()
         await self._with_token(self._market.demand)
         if isinstance(self._holding, RingHolding) and await self._planned(info) != self._holding.plan:
@@ -317,6 +314,14 @@ class Node:
         self._download = None
         self._stage_run = (client, self._stage_book.begin()) if isinstance(holding, RingHolding) else None
         await self._serve(holding, info)
+
+    async def _learn(self) -> GatewayInfo:
+        """What the gateway says of itself. Raises ``NetworkError``."""
+        info = self._info = await self._market.config()
+        self._accounts.learn(info)
+        self._credentials.learn(info)
+        self._statements.learn(info)
+        return info
 
     async def _find_slice(self, info: GatewayInfo) -> Holding:
         """A window that a signed plan gives this wallet, else experts from the market. Waits until there is one."""
@@ -373,6 +378,10 @@ class Node:
         """The signed plans that name this wallet, for a window or to stand by for one."""
         return verified_plans(await self._with_token(self._market.placements), info.hub_key, self._pin_file)
 
+    async def _named(self, info: GatewayInfo) -> bool:
+        """Whether a signed plan names this wallet, which its owner lets come before experts."""
+        return self._config.node.serve == "auto" and info.placement and bool(await self._plans(info))
+
     async def _planned(self, info: GatewayInfo) -> Plan | None:
         """The signed plan that gives this wallet a window."""
         plans = await self._with_token(self._market.placements)
@@ -420,11 +429,20 @@ class Node:
                 wired = await self._heartbeat(holding, info)
                 if isinstance(holding, RingHolding):
                     await self._follow_plan(holding, info)
+                elif await self._named(info):
+                    await self._drain()
+                    self._holding = None
+                    raise NetworkError(
+                        "plan_changed", "A ring's plan names this wallet.", "It does what the plan says."
+                    )
             except NetworkError as error:
                 if not isinstance(self._holding, RingHolding) or not self._uplinks:
                     raise
                 # The sessions say themselves whether they live; what a ring's engine holds must not be given up.
                 self._note(f"The gateway cannot be asked: {error.message}")
+                if error.code == "plan_not_signed":  # the hub may have another key by now, for which the old one signed
+                    with contextlib.suppress(NetworkError):
+                        info = await self._learn()
                 await self._pause(self._config.node.retry_s)
                 continue
             if wired and not self._uplinks:

@@ -55,7 +55,7 @@ from kvasir_console.node.hubpin import HubPin
 from kvasir_console.node.market import USER_AGENT, Assignment, GatewayInfo, Market
 from kvasir_console.node.phase import Phase
 from kvasir_console.node.placement.plan import Plan, PlannedStage
-from kvasir_console.node.reports import REPORT_S, StageBook
+from kvasir_console.node.reports import AT_ONCE, REPORT_S, StageBook
 from kvasir_console.node.signing import WalletSigner
 from kvasir_console.node.snapshot import DownloadView, MachineView, NodeSnapshot, RelayView
 from kvasir_console.node.star import Star
@@ -66,7 +66,7 @@ from kvasir_console.node.worker_id import worker_id
 from kvasir_console.paths import Paths
 from kvasir_console.relay.closing import CloseCode
 from kvasir_console.relay.counting import OwnCount
-from kvasir_console.relay.uplink import Uplink, UplinkPhase, UplinkState
+from kvasir_console.relay.uplink import MAX_WAITING, Uplink, UplinkPhase, UplinkState
 from kvasir_console.relay.wire.control import Message
 from kvasir_console.relay.wire.preamble import Kind
 
@@ -308,10 +308,7 @@ class Node:
             self._enter(Phase.STOPPED, "This node is configured to serve nothing.", "Set node.serve to change that.")
             await asyncio.Event().wait()
         self._enter(Phase.AUTHENTICATING, f"Asking {self._market.gateway} for a participation token.")
-        info = self._info = await self._market.config()
-        self._accounts.learn(info)
-        self._credentials.learn(info)
-        self._statements.learn(info)
+        info = await self._learn()
         await self._delegate()
         await self._with_token(self._market.demand)
         if isinstance(self._holding, RingHolding) and await self._planned(info) != self._holding.plan:
@@ -327,6 +324,14 @@ class Node:
         self._download = None
         self._stage_run = (client, self._stage_book.begin()) if isinstance(holding, RingHolding) else None
         await self._serve(holding, info)
+
+    async def _learn(self) -> GatewayInfo:
+        """What the gateway says of itself. Raises ``NetworkError``."""
+        info = self._info = await self._market.config()
+        self._accounts.learn(info)
+        self._credentials.learn(info)
+        self._statements.learn(info)
+        return info
 
     async def _find_slice(self, info: GatewayInfo) -> Holding:
         """A window that a signed plan gives this wallet, else experts from the market. Waits until there is one."""
@@ -383,6 +388,10 @@ class Node:
         """The signed plans that name this wallet, for a window or to stand by for one."""
         return verified_plans(await self._with_token(self._market.placements), info.hub_key, self._pin_file)
 
+    async def _named(self, info: GatewayInfo) -> bool:
+        """Whether a signed plan names this wallet, which its owner lets come before experts."""
+        return self._config.node.serve == "auto" and info.placement and bool(await self._plans(info))
+
     async def _planned(self, info: GatewayInfo) -> Plan | None:
         """The signed plan that gives this wallet a window."""
         plans = await self._with_token(self._market.placements)
@@ -431,11 +440,20 @@ class Node:
                 if isinstance(holding, RingHolding):
                     await self._follow_plan(holding, info)
                     await self._introduce(holding, info)
+                elif await self._named(info):
+                    await self._drain()
+                    self._holding = None
+                    raise NetworkError(
+                        "plan_changed", "A ring's plan names this wallet.", "It does what the plan says."
+                    )
             except NetworkError as error:
                 if not isinstance(self._holding, RingHolding) or not self._uplinks:
                     raise
                 # The sessions say themselves whether they live; what a ring's engine holds must not be given up.
                 self._note(f"The gateway cannot be asked: {error.message}")
+                if error.code == "plan_not_signed":  # the hub may have another key by now, for which the old one signed
+                    with contextlib.suppress(NetworkError):
+                        info = await self._learn()
                 await self._pause(self._config.node.retry_s)
                 continue
             if wired and not self._uplinks:
@@ -688,7 +706,8 @@ class Node:
     async def _last_report(self) -> None:
         with contextlib.suppress(KvasirError, OSError):  # a timeout is one too
             async with asyncio.timeout(REPORT_S):
-                await self._report_once()
+                for _ in range(MAX_WAITING // AT_ONCE):  # as many workers as a stage can have
+                    await self._report_once()
 
     # Small things
 

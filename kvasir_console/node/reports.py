@@ -10,7 +10,7 @@ import base64
 import logging
 import secrets
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvasir_console.node.placement.plan import Plan
@@ -89,7 +89,7 @@ class StageBook:
             key = (run, wallet, session)
             worker = self._workers.get(key)
             places = [] if worker is None else worker.places
-            figures = _figures(entries, places)
+            figures = _figures(entries, places, () if worker is None else worker.now.slices)
             if worker is None:
                 self._workers[key] = _Worker(figures, places=places)
             else:
@@ -116,6 +116,7 @@ class StageBook:
         for (name, worker, figures), answer in zip(told, await send(reports), strict=True):
             if answer.get("accepted") is True:
                 worker.accepted, worker.refusals = figures, 0
+                self._let_others_pass(name)
                 if figures.quarantined and answer.get("lifted") is True and name[0] == self._run:
                     await pardon(name[2], name[1])
                 continue
@@ -132,10 +133,15 @@ class StageBook:
             log.warning("a report about %s is refused: %s %s", name[2], printable(code), printable(str(answer)))
         over = name[0] != self._run
         if over and (code not in _FOR_NOW or worker.refusals >= TRIES):
-            del self._workers[name]
+            self._workers.pop(name, None)
         elif worker.refusals > 1:
-            self._workers[name] = self._workers.pop(name)  # the others are not kept waiting by it
+            self._let_others_pass(name)
         return code
+
+    def _let_others_pass(self, name: _Key) -> None:
+        """The next to be reported are those that waited; who was known when this was sent may be forgotten by now."""
+        if (worker := self._workers.pop(name, None)) is not None:
+            self._workers[name] = worker
 
     def _signed(self, name: _Key, figures: _Figures, plan: Plan, hub: str, key: SessionKey) -> dict[str, str]:
         run, wallet, session = name
@@ -162,9 +168,12 @@ class StageBook:
         return {"text": text, "signature": base64.b64encode(key.sign(text.encode())).decode()}
 
 
-def _figures(entries: Sequence[Mapping[str, Any]], places: list[tuple[int, int, int]]) -> _Figures:
-    """``places`` are the slices that reports name, and grows: a slice that was named once has to be named again."""
-    slices = {}
+def _figures(
+    entries: Sequence[Mapping[str, Any]], places: list[tuple[int, int, int]], before: Sequence[SliceWork]
+) -> _Figures:
+    """``places`` are the slices that reports name, and grows: a slice that was named once has to be named again, also
+    when the engine has forgotten it since (``before`` is what it said last)."""
+    slices = {each.place: replace(each, live=False) for each in before}
     for entry in entries:
         place = (int(entry["layer"]), int(entry["begin"]), int(entry["end"]))
         if place not in places:
@@ -180,11 +189,13 @@ def _figures(entries: Sequence[Mapping[str, Any]], places: list[tuple[int, int, 
             live=bool(entry["connected"]),
         )
     caught = max(entries, key=lambda entry: int(entry["convictions"]))
+    # An engine writes down why before it convicts, and may be read, or die, between the two.
+    why = str(caught["fault"]) if int(caught["convictions"]) else ""
     return _Figures(
         requests=sum(int(entry["requests"]) for entry in entries),
         slices=tuple(slices[place] for place in sorted(slices)),
         quarantined=any(entry["quarantined"] for entry in entries),
         convictions=int(caught["convictions"]),
-        fault=printable(str(caught["fault"])),
+        fault=printable(why),
         evidence=no_evidence(str(caught["evidence_digest"])),
     )

@@ -34,7 +34,7 @@ from kvasir_console.node.gateway.quarantine import (
     open_cases,
 )
 from kvasir_console.node.gateway.store import Store
-from kvasir_console.node.gateway.tables import meter, ring_totals
+from kvasir_console.node.gateway.tables import counters, meter, ring_totals
 from kvasir_console.relay.hub import SessionCount
 from kvasir_console.relay.wire.statement import held_digest
 from kvasir_console.wallet import settlement
@@ -45,6 +45,9 @@ EXPERT = "expert"
 RING = "ring"
 LISTED_S = 30 * 86_400
 """How long a run that is over stays in the contributions; it was credited long before."""
+STAGE_LISTED_S = 3600
+"""The same for runs of ring stages once they are credited: strangers name those, and an answer that is too long for the
+settlement would keep everybody from their pay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,10 +228,12 @@ class Meter:
                 enter(connection, row)
 
     def _read(self) -> list[Contribution]:
-        since = int(self._clock()) - LISTED_S
+        now = int(self._clock())
+        since = now - LISTED_S
         with self._store.read() as connection:
             columns = [column for column in meter.c if column is not meter.c.voided]
-            experts = connection.execute(sa.select(*columns).where(meter.c.updated_at >= since)).all()
+            listed = sa.select(*columns).where(meter.c.updated_at >= since, _worth_listing(now))
+            experts = connection.execute(listed).all()
             rings = connection.execute(sa.select(ring_totals).where(ring_totals.c.updated_at >= since)).all()
         found = [
             Contribution(**{**row._mapping, "platform": json.loads(row.platform)})  # columns are the fields
@@ -240,6 +245,18 @@ class Meter:
             except KvasirError as error:
                 log.error("the work of ring %s cannot be split: %s", row.ring, error)
         return sorted(found, key=lambda row: (row.wallet, row.worker_id, row.run_id))
+
+
+def _worth_listing(now: int) -> sa.ColumnElement[bool]:
+    """Of a stage's run: whether it still goes on, or was not credited yet."""
+    names = ("run_id", "wallet", "worker_id", "kind")
+    same = (counters.c[name] == meter.c[name] for name in names)
+    baseline = sa.select(counters.c.baseline).where(*same).scalar_subquery()
+    return sa.or_(
+        meter.c.run_id.not_like("stage:%"),
+        meter.c.updated_at >= now - STAGE_LISTED_S,
+        meter.c.micro_units > sa.func.coalesce(baseline, 0),
+    )
 
 
 def enter(connection: sa.Connection, row: Contribution) -> None:

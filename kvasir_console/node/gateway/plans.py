@@ -76,24 +76,31 @@ def move_ring(ring: PlannedRing, rank: int, wallet: str, store: Store, identity:
         plan = ring.plan.moved(rank, wallet, 0)
     except ValueError as error:
         raise UsageError("bad_move", f"The window cannot move: {error}.") from error
-    kept = {"configured": ring.configured, "plan": plan.to_dict()}
-    store.set_fact(_fact(plan.ring), canonical_json(kept))  # first: a plan in force is always one that is kept
-    return _in_force(plan, ring.configured, store, identity)
+    kept = canonical_json({"configured": ring.configured, "plan": plan.to_dict()})
+    return _in_force(plan, ring.configured, store, identity, (_fact(plan.ring), kept))
 
 
-def _in_force(draft: Plan, configured: str, store: Store, identity: Identity) -> PlannedRing:
-    """Number and sign a plan; ``draft`` has the generation 0."""
-    plan = replace(draft, generation=store.plan_generation(draft.ring, canonical_json(draft.to_dict())))
+def _in_force(
+    draft: Plan, configured: str, store: Store, identity: Identity, kept: tuple[str, str] | None = None
+) -> PlannedRing:
+    """Number and sign a plan, and set the fact ``kept`` with it; ``draft`` has the generation 0."""
+    plan = replace(draft, generation=store.plan_generation(draft.ring, canonical_json(draft.to_dict()), kept))
     return PlannedRing(plan, sign_plan(plan, identity.sign_as_hub), configured)
 
 
 def _moved(draft: Plan, configured: str, store: Store) -> Plan:
-    """The plan that was made out of this configuration when windows moved, else the configured one itself."""
+    """The plan that was made out of this configuration when windows moved, else the configured one itself.
+
+    What was made out of another configuration is forgotten: it must not come back with it.
+    """
     kept = store.fact(_fact(draft.ring))
     if kept is None:
         return draft
     found = json.loads(kept)
-    return Plan.from_dict(found["plan"]) if found["configured"] == configured else draft
+    if found["configured"] == configured:
+        return Plan.from_dict(found["plan"])
+    store.set_fact(_fact(draft.ring), canonical_json({"configured": configured, "plan": draft.to_dict()}))
+    return draft
 
 
 def read_seen(store: Store, ring: str) -> frozenset[str]:

@@ -57,7 +57,7 @@ def describe(case: Case) -> list[str]:
     who = f"the ring stage of {case.caught_by}" if case.caught_by else "this gateway's engine"
     lifted = "" if case.lifted_at is None else f", lifted {_moment(case.lifted_at)}"
     lines = [
-        f"{case.wallet} {case.worker_id}",
+        f"{case.wallet} {_shown(case.worker_id)}",
         f"  caught {_moment(case.at)} by {who}{lifted}",
         f"  {case.fault or 'nothing is known about why'}",
     ]
@@ -88,6 +88,11 @@ def _lift(book: Quarantines, arguments: argparse.Namespace) -> int:
     else:
         print(f"The quarantine of {arguments.worker} is lifted ({len(lifted)} case{'s' * (len(lifted) != 1)}).")
     return ExitCode.OK
+
+
+def _shown(name: str) -> str:
+    """A name that a stranger chose, without what a terminal would obey."""
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in name)
 
 
 def _moment(at_s: int) -> str:

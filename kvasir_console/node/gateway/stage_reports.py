@@ -14,10 +14,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import sqlalchemy as sa
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import Connection
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -209,15 +210,17 @@ def book(store: Store, made: Booking, now: int) -> Standing | None:
     """Enter a report and what it makes of the books, or nothing. Raises ``KvasirError``."""
     report, joint = made.report, made.joint
     pair = {"star": joint.star, "stage": joint.stage, "wallet": joint.wallet, "session": joint.session}
-    at = [stage_reports.c[name] == value for name, value in pair.items()]
+    of = stage_reports.c
+    at = [of[name] == value for name, value in pair.items()]
     with store.write() as connection:
         _write_joint(connection, joint)  # whoever comes meanwhile with another run of the two waits here
-        rows = connection.execute(sa.select(stage_reports).where(*at).with_for_update()).all()
-        last = next((row for row in rows if row.run == report.run), None)
+        last = connection.execute(sa.select(stage_reports).where(*at, of.run == report.run)).one_or_none()
         check_growth(None if last is None else StageReport.parse(last.text), report)
-        if last is None and sum(row.opened_at > now - RUNS_WINDOW_S for row in rows) >= MAX_RUNS:
-            raise _refused("report_too_many_runs", f"{MAX_RUNS} runs were opened in {RUNS_WINDOW_S} s")
-        others = [Work(int(row.rows), int(row.pairs)) for row in rows if row.run != report.run]
+        if last is None:
+            _check_new_run(connection, made, at, now)
+        # The texts of a stage's other runs stay where they are: there may be many.
+        sums = sa.select(*(sa.func.coalesce(sa.func.sum(column), 0) for column in (of.rows, of.pairs)))
+        others = [Work(*map(int, connection.execute(sums.where(*at, of.run != report.run)).one()))]
         check_passed(made.offered.n_embd, [*others, report.work], joint.down, joint.up)
         values = {
             "worker_id": joint.worker if last is None else last.worker_id,
@@ -230,11 +233,27 @@ def book(store: Store, made: Booking, now: int) -> Standing | None:
         if last is None:
             connection.execute(stage_reports.insert().values(**pair, run=report.run, opened_at=now, **values))
         else:
-            connection.execute(stage_reports.update().where(*at, stage_reports.c.run == report.run).values(**values))
+            connection.execute(stage_reports.update().where(*at, of.run == report.run).values(**values))
         worker_id = str(values["worker_id"])
         standing = catch(connection, made.case(worker_id, now)) if report.quarantined else None
         enter(connection, _contribution(connection, made, worker_id, now))
     return standing
+
+
+def _check_new_run(connection: Connection, made: Booking, at: Sequence[sa.ColumnElement[bool]], now: int) -> None:
+    """Whether this run may begin for the two. Raises ``NetworkError``.
+
+    A run is one load of one rank, and its totals are paid once: were it taken for another rank of the wallet too, here
+    or in another ring, that rank's bytes would pay for them again.
+    """
+    joint, run, of = made.joint, made.report.run, stage_reports.c
+    ranks = sa.select(stage_bytes.c.star).where(stage_bytes.c.stage == joint.stage, stage_bytes.c.star != joint.star)
+    elsewhere = sa.select(of.run).where(of.star.in_(ranks), of.stage == joint.stage, of.run == run)
+    if connection.execute(elsewhere.limit(1)).one_or_none() is not None:
+        raise _refused("report_other_rank", f"run {run} is of another rank of this wallet")
+    opened = sa.select(sa.func.count()).where(*at, of.opened_at > now - RUNS_WINDOW_S)
+    if int(connection.scalar(opened) or 0) >= MAX_RUNS:
+        raise _refused("report_too_many_runs", f"{MAX_RUNS} runs were opened in {RUNS_WINDOW_S} s")
 
 
 def _contribution(connection: Connection, made: Booking, worker_id: str, now: int) -> Contribution:
@@ -242,12 +261,14 @@ def _contribution(connection: Connection, made: Booking, worker_id: str, now: in
     report, n_embd = made.report, made.offered.n_embd
     table, held = stage_reports.c, stage_bytes.c
     total = sa.select(*(sa.func.sum(column) for column in (table.rows, table.pairs, table.requests)))
-    mine = (table.stage == report.stage, table.wallet == report.wallet, table.worker_id == worker_id)
+    at = (table.star == made.joint.star, table.stage == report.stage, table.wallet == report.wallet)
+    mine = (*at, table.worker_id == worker_id)
     rows, pairs, requests = (
         int(sums) for sums in connection.execute(total.where(*mine, table.run == report.run)).one()
     )
     passed = sa.select(sa.func.sum(held.up), sa.func.sum(held.down))
-    between = (held.stage == report.stage, held.wallet == report.wallet, held.worker_id == worker_id)
+    at = (held.star == made.joint.star, held.stage == report.stage, held.wallet == report.wallet)
+    between = (*at, held.worker_id == worker_id)
     up, down = (int(sums or 0) for sums in connection.execute(passed.where(*between)).one())
     live = [(*each.place, each.shard_digest) for each in report.slices if each.live]
     return Contribution(
@@ -271,9 +292,10 @@ def _contribution(connection: Connection, made: Booking, worker_id: str, now: in
 def _write_joint(connection: Connection, joint: Joint) -> None:
     key = {"star": joint.star, "stage": joint.stage, "wallet": joint.wallet, "session": joint.session}
     values = {"worker_id": joint.worker, "down": joint.down, "up": joint.up}
-    at = [stage_bytes.c[name] == value for name, value in key.items()]
-    if not connection.execute(stage_bytes.update().where(*at).values(**values)).rowcount:
-        connection.execute(stage_bytes.insert().values(**key, **values))
+    # One statement: another transaction that is about to enter the same two is waited for.
+    insert = postgresql.insert if connection.dialect.name == "postgresql" else sqlite.insert
+    made = insert(stage_bytes).values(**key, **values)
+    connection.execute(made.on_conflict_do_update(index_elements=list(key), set_=values))
 
 
 def _refused(code: str, what: str) -> NetworkError:

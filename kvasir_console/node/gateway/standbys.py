@@ -147,7 +147,7 @@ class Standbys:
             old = ring.plan.stages[rank].wallet
             moved = await asyncio.to_thread(move_ring, ring, rank, wallet, self._store, self._identity)
             self._rings[ring_id] = moved
-            self._watches[ring_id].expect(wallet)
+            self._watches[ring_id].expect(rank, wallet)
         made = Move(int(self._clock()), ring_id, rank, old, wallet, moved.plan.generation, why)
         self._moves.append(made)
         log.warning(

@@ -194,8 +194,7 @@ class Store:
 
     def set_fact(self, name: str, value: str) -> None:
         with self.write() as connection:
-            if not connection.execute(facts.update().where(facts.c.name == name).values(value=value)).rowcount:
-                connection.execute(facts.insert().values(name=name, value=value))
+            _set_fact(connection, name, value)
 
     def fact(self, name: str) -> str | None:
         with self.read() as connection:
@@ -282,9 +281,14 @@ class Store:
                 )
             )
 
-    def plan_generation(self, ring: str, content: str) -> int:
-        """The generation of a plan with this ``content``: one more than the last whenever the content changed."""
+    def plan_generation(self, ring: str, content: str, kept: tuple[str, str] | None = None) -> int:
+        """The generation of a plan with this ``content``: one more than the last whenever the content changed.
+
+        ``kept`` is a fact (name and value) that is set with it, or not at all.
+        """
         with self.write() as connection:
+            if kept is not None:
+                _set_fact(connection, *kept)
             row = connection.execute(sa.select(plans).where(plans.c.ring == ring).with_for_update()).one_or_none()
             if row is None:
                 connection.execute(plans.insert().values(ring=ring, generation=1, content=content))
@@ -355,6 +359,11 @@ class Store:
                 .where(requests.c.created < now - ttl_s, requests.c.tokens.is_not(None))
                 .values(tokens=None)
             ).rowcount
+
+
+def _set_fact(connection: Connection, name: str, value: str) -> None:
+    if not connection.execute(facts.update().where(facts.c.name == name).values(value=value)).rowcount:
+        connection.execute(facts.insert().values(name=name, value=value))
 
 
 def _set_up(connection: Connection) -> None:

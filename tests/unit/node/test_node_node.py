@@ -8,24 +8,31 @@ import contextlib
 import os
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import uvicorn
+from nacl.signing import SigningKey
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from kvasir_console.config import Config, NetworkConfig, NodeConfig, WalletConfig
-from kvasir_console.errors import LedgerError, WalletError
+from kvasir_console.errors import LedgerError, NetworkError, WalletError
+from kvasir_console.node.holding import ExpertHolding, RingHolding
+from kvasir_console.node.hubpin import HubPin
+from kvasir_console.node.market import Assignment
 from kvasir_console.node.node import Node
 from kvasir_console.node.phase import Phase
+from kvasir_console.node.placement.plan import Plan, PlannedStage, sign_plan
 from kvasir_console.node.snapshot import NodeSnapshot
 from kvasir_console.paths import Paths
 from kvasir_console.relay.wire.signed import bridge_challenge_text, check_node_token, mint_node_token
+from kvasir_console.relay.wire.statement import Rotation
 from kvasir_console.wallet import commands
-from kvasir_console.wallet.keys import verify
+from kvasir_console.wallet.keys import encode_address, verify
 
 SECRET, PASSPHRASE = "a gateway's secret", "correct horse battery"
 
@@ -39,6 +46,7 @@ class Gateway:
         self.minted: list[str] = []
         self.reports: list[dict[str, Any]] = []
         self.asked: list[dict[str, Any]] = []
+        self.plans: list[dict[str, Any]] = []
         self.url = ""
 
     def app(self) -> Starlette:
@@ -50,6 +58,7 @@ class Gateway:
                 Route("/api/expert-demand", self.demand),
                 Route("/api/expert-volunteer", self.volunteer, methods=["POST"]),
                 Route("/api/expert-coverage", self.coverage, methods=["POST"]),
+                Route("/api/placement", self.placement),
                 Route("/api/node/status/{wallet}", self.status),
                 Route("/api/node/claims/{wallet}", self.claims),
             ]
@@ -84,6 +93,9 @@ class Gateway:
     async def coverage(self, request: Request) -> JSONResponse:
         self.reports.append(await request.json())
         return JSONResponse({"ok": True, "workers": 1, "wired": False})
+
+    async def placement(self, _: Request) -> JSONResponse:
+        return JSONResponse({"plans": self.plans})
 
     async def status(self, _: Request) -> JSONResponse:
         return JSONResponse({"totals": {"pendingMicroKvr": 0, "microUnits": 0}})
@@ -226,3 +238,66 @@ async def test_a_node_told_to_serve_nothing_asks_for_nothing(gateway, paths):
         snapshot = (await node.verbs()["status"]({}))["snapshot"]
         assert snapshot["wallet"] == node.wallet
     assert gateway.minted == []
+
+
+def planned(node: Node, hub: SigningKey) -> tuple[Plan, dict[str, Any]]:
+    """A plan that gives the node's wallet a window, and as its hub signs it."""
+    plan = Plan("r", "r", "cd" * 32, 3, 4, (PlannedStage(0, node.wallet, 0, 3),))
+    return plan, sign_plan(plan, lambda text: bytes(hub.sign(text).signature))
+
+
+def announced(hub: SigningKey, *rotations: Rotation) -> dict[str, Any]:
+    listed = [{"text": each.text(), "signature": base64.b64encode(each.signature).decode()} for each in rotations]
+    key = encode_address(bytes(hub.verify_key))
+    return {"extensions": {"placement": 1, "hub_key": key, "hub_key_rotations": listed}}
+
+
+async def engine_is_up(node: Node) -> None:
+    await node._engine_client()
+    node._engine_changed.clear()
+
+
+HUB, NEXT = SigningKey(b"\x01" * 32), SigningKey(b"\x02" * 32)
+
+
+async def test_a_node_that_serves_experts_does_what_a_plan_says_once_one_names_its_wallet(gateway, paths):
+    gateway.extensions = announced(HUB)
+    running = Running(gateway, paths)
+    async with running.up(PASSPHRASE) as node:
+        await until(lambda: running.phase() is Phase.VOLUNTEERING)
+        await engine_is_up(node)
+        holding = ExpertHolding(Assignment("moe", 1, 0, 8, 64, 3, 8), node.worker_id, node.wallet)
+        node._holding = holding
+        _, signed = planned(node, HUB)
+        gateway.plans = [signed]
+        with pytest.raises(NetworkError) as caught:
+            async with asyncio.timeout(30):
+                await node._serve(holding, node._info)
+        assert caught.value.code == "plan_changed"
+        assert node._holding is None
+        assert gateway.reports[-1]["model"] == "moe"
+
+
+async def test_a_stage_follows_the_plans_of_a_hub_whose_key_was_exchanged(gateway, paths):
+    gateway.extensions = announced(HUB)
+    running = Running(gateway, paths)
+    async with running.up(PASSPHRASE) as node:
+        await until(lambda: running.phase() is Phase.VOLUNTEERING)
+        await engine_is_up(node)
+        plan, signed = planned(node, NEXT)
+        node._holding = holding = RingHolding(plan, node.wallet, 64)
+        session = holding.sessions(gateway.url)[0]
+        node._uplinks[node._uplink(session, node._info, lambda _: None)] = asyncio.create_task(asyncio.sleep(0))
+        HubPin(node._pin_file).keep(node._info.hub_key)
+        serving = asyncio.create_task(node._serve(holding, node._info))
+        bare = Rotation(node._info.hub_key, encode_address(bytes(NEXT.verify_key)), 5)
+        rotation = replace(bare, signature=bytes(HUB.sign(bare.text().encode()).signature))
+        gateway.extensions, gateway.plans = announced(NEXT, rotation), [signed]
+        await until(lambda: node._info.hub_key == bare.new)
+        asked = len(gateway.reports)
+        node._wake.set()
+        await until(lambda: len(gateway.reports) > asked)
+        assert node._holding is holding
+        assert HubPin(node._pin_file).key == bare.new
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)

@@ -150,6 +150,47 @@ async def test_workers_that_are_refused_do_not_keep_others_waiting(hub: Hub, boo
     assert {each.session for each in hub.taken} == set(names)
 
 
+async def test_more_busy_workers_than_one_request_holds_are_all_reported(hub: Hub, book: StageBook) -> None:
+    names = {f"expert-{number:03}" for number in range(2 * AT_ONCE + 10)}
+    for rows in range(1, 4):
+        await hub.round(book, *[entry(rows, rows, session=name) for name in sorted(names)])
+    assert {each.session for each in hub.taken} == names
+
+
+@pytest.mark.parametrize("code", [None, FORGED, OVER])
+async def test_an_engine_that_is_loaded_anew_while_its_report_travels_ends_nothing(
+    hub: Hub, book: StageBook, code: str | None
+) -> None:
+    caught = entry(9, 9, quarantined=True, convictions=1, fault="wrong")
+    await hub.round(book, caught)
+
+    async def slow(reports: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]:
+        book.begin()  # nothing of the old run is open, so it is forgotten
+        hub.codes = {} if code is None else {"expert-a": code}
+        return await hub.send(reports)
+
+    for _ in range(ASK_EVERY):
+        await book.send(PLAN, STAGE, KEY, slow, hub.pardon)
+    assert len(hub.taken) == 2
+    await hub.round(book, entry(1, 2))
+    assert hub.taken[-1].run == book.run
+
+
+async def test_a_fault_that_is_written_down_before_the_conviction_keeps_no_report_back(
+    hub: Hub, book: StageBook
+) -> None:
+    await hub.round(book, entry(1, 2, fault="an expert's gain is off", evidence_digest="e1" * 32), entry(3, 4, layer=1))
+    (report,) = hub.taken
+    assert (report.fault, report.quarantined, report.work) == ("", False, Work(4, 6))
+
+
+async def test_a_slice_that_the_engine_forgot_is_named_all_the_same(hub: Hub, book: StageBook) -> None:
+    await hub.round(book, entry(1, 2), entry(0, 0, layer=1, requests=0))
+    await hub.round(book, entry(5, 6))
+    check_growth(*hub.taken)
+    assert [(each.layer, each.rows, each.live) for each in hub.taken[1].slices] == [(0, 5, True), (1, 0, False)]
+
+
 async def test_a_slice_that_was_named_once_is_named_again_and_too_many_are_left_out(hub: Hub, book: StageBook) -> None:
     many = [entry(1, 2, layer=layer) for layer in range(9, 9 + MAX_SLICES)]
     await hub.round(book, *many)

@@ -41,6 +41,14 @@ def test_list_says_who_and_why(store: Store, capsys: pytest.CaptureFixture[str])
     assert [each["caught_by"] for each in json.loads(out)] == ["", BOB.address]
 
 
+def test_a_workers_name_gives_the_terminal_no_orders(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    name = "box\x9b2J\x85No worker is quarantined.\u202e"  # what a coverage report may call itself
+    Quarantines(store).catch(Case(BOB.address, name, "", "engine:moe:1", "expert-box", 1, int(NOW)))
+    _, out, _ = answer(capsys, "list")
+    assert all(each.isprintable() for each in out.split("\n"))
+    assert f"{BOB.address} box\\x9b2J\\x85No worker is quarantined.\\u202e" in out
+
+
 def test_lift_needs_a_yes_and_lifts_every_case_of_the_worker(
     store: Store, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import tempfile
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
 from gateway_parts import ALICE, BOB, CAROL, N_EMBD, N_EXPERT, NOW, Clock, Gateway, Wallet, entry, gateway
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,14 +19,17 @@ from kvasir_console.config import ServedModel
 from kvasir_console.errors import NetworkError
 from kvasir_console.node.gateway.census import Census, OfferedModel
 from kvasir_console.node.gateway.ledger import Ledger, Reading
-from kvasir_console.node.gateway.metering import Meter
+from kvasir_console.node.gateway.metering import STAGE_LISTED_S, Meter
 from kvasir_console.node.gateway.quarantine import Quarantines, Standing
 from kvasir_console.node.gateway.settle import Settler
 from kvasir_console.node.gateway.stage_reports import MAX_RUNS, Booking, book
 from kvasir_console.node.gateway.store import Store
+from kvasir_console.node.gateway.tables import stage_bytes
 from kvasir_console.relay.counting import Joint, Tally
 from kvasir_console.relay.wire.stage_report import SliceWork, StageReport
 from kvasir_console.relay.wire.statement import GENESIS, Statement, held_digest
+
+from postgresql_server import PostgresqlServer
 
 RING = "moe-ring"
 WORKER, SESSION = "box-1", "expert-box-1"
@@ -208,6 +213,58 @@ async def test_a_stage_and_a_worker_that_agree_are_paid_no_more_than_passed_betw
     stage.carried(bytes_of(13, 24), 2 * N_EMBD * 13)
     await stage.send(stage.report(3, 4, run="0b" * 16))
     assert await earned(stage.served) == bytes_of(13, 24)
+
+
+async def test_a_run_is_paid_for_one_rank_only(stage: Stage) -> None:
+    """A wallet that serves another rank now, or another ring with wider rows, brings no totals along."""
+    await stage.send(stage.report(10, 20))
+    wide = OfferedModel("wide", 3, 16 * N_EMBD, N_EXPERT, (0,), bytes(32))
+    other = Joint("wide/experts/0", ALICE.address, CAROL.address, SESSION, WORKER, 10**9, 10**9)
+    before = await figures(stage.served)
+    for sequence, run, code in ((2, RUN, "report_other_rank"), (3, "0b" * 16, "")):
+        refused = ""
+        try:
+            book(stage.served.store, Booking(stage.report(1, 1, sequence, run=run), "", other, wide, {}), int(NOW))
+        except NetworkError as error:
+            refused = error.code
+        assert refused == code
+    paid = {(f"stage:{ALICE.address}:{'0b' * 16}", WORKER): (2 * 16 * N_EMBD + 10, 1, 1)}
+    assert await figures(stage.served) == before | paid
+
+
+async def test_runs_of_stages_do_not_fill_what_the_settlement_reads(stage: Stage) -> None:
+    for number in range(3):
+        await stage.send(stage.report(number, number, run=f"{number:032x}"))
+    assert len(await figures(stage.served)) == 3
+    stage.served.clock.now += STAGE_LISTED_S + 1
+    assert len(await figures(stage.served)) == 2  # they are not credited yet, however late that is
+    assert await earned(stage.served) == bytes_of(3, 3)
+    assert await figures(stage.served) == {}
+    await stage.send(stage.report(4, 4, 2, run=f"{2:032x}"))
+    assert await earned(stage.served) == bytes_of(5, 5)
+
+
+def test_a_report_and_the_hubs_counts_may_enter_a_new_pair_at_once(postgresql: PostgresqlServer) -> None:
+    store = Store.open(postgresql.url())
+    joint = Joint(f"{RING}/experts/0", ALICE.address, CAROL.address, SESSION, WORKER, 10**6, 10**6)
+    offered = OfferedModel(RING, 3, N_EMBD, N_EXPERT, (0,), bytes(32))
+    booking = Booking(report_of(BOB.address, "00" * 32, 10, 20, 1), "", joint, offered, {})
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            with store.write() as connection:
+                names = {name: getattr(joint, name) for name in ("star", "stage", "wallet", "session")}
+                counts = {"worker_id": WORKER, "down": 7, "up": 5}
+                connection.execute(stage_bytes.insert().values(**names, **counts))
+                second = pool.submit(book, store, booking, int(NOW))
+                waits = sa.text("SELECT count(*) FROM pg_locks WHERE NOT granted")
+                while not connection.scalar(waits):
+                    assert not second.done(), second.result()
+            second.result()
+        with store.read() as connection:
+            (row,) = connection.execute(sa.select(stage_bytes)).all()
+        assert (row.down, row.up) == (10**6, 10**6)
+    finally:
+        store.close()
 
 
 async def test_runs_cannot_be_opened_without_end(stage: Stage) -> None:

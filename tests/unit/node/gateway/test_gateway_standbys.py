@@ -11,10 +11,11 @@ from typing import Any
 
 import httpx
 import pytest
+import sqlalchemy as sa
 from gateway_parts import ALICE, BOB, CAROL, DENSE, DOMAIN, NOW, Clock, Wallet, tiny_models
 
 from kvasir_console.config import ServedModel
-from kvasir_console.errors import UsageError
+from kvasir_console.errors import LedgerError, UsageError
 from kvasir_console.node.gateway.app import make_app
 from kvasir_console.node.gateway.catalog import read_catalog
 from kvasir_console.node.gateway.census import Census
@@ -155,6 +156,7 @@ async def test_who_reported_long_ago_is_passed_over_and_who_was_replaced_is_cut_
 async def test_a_restart_goes_on_with_the_moved_plan_and_a_changed_configuration_begins_anew(
     gateway: Gateway, tmp_path: Path, ring: tuple[ServedModel, ...]
 ) -> None:
+    first = gateway.plan
     await gateway.standbys.move(DENSE, 1, CAROL.address, "a test")
     moved = gateway.plan
     gateway.store.close()
@@ -166,6 +168,25 @@ async def test_a_restart_goes_on_with_the_moved_plan_and_a_changed_configuration
     assert changed.plan.generation == 3
     assert changed.plan.stages[1].wallet == BOB.address
     changed.store.close()
+    back = Gateway(tmp_path, ring)  # what he wrote, not what was made of it once
+    assert (back.plan.generation, back.plan.stages) == (4, first.stages)
+    back.store.close()
+
+
+async def test_a_move_that_the_store_did_not_take_is_none_after_a_restart_either(
+    gateway: Gateway, tmp_path: Path, ring: tuple[ServedModel, ...]
+) -> None:
+    before = gateway.plan
+    with gateway.store.write() as connection:  # the last thing that a move writes
+        connection.execute(sa.text("ALTER TABLE plans RENAME TO away"))
+    with pytest.raises(LedgerError):
+        await gateway.standbys.move(DENSE, 1, CAROL.address, "a test")
+    assert gateway.plan == before
+    with gateway.store.write() as connection:
+        connection.execute(sa.text("ALTER TABLE away RENAME TO plans"))
+    again = Gateway(tmp_path, ring)
+    assert again.plan == before
+    again.store.close()
 
 
 async def test_who_was_seen_before_a_restart_is_gone_after_it_and_who_never_was_is_waited_for(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -63,12 +65,30 @@ def test_a_node_that_comes_back_begins_anew() -> None:
 def test_who_takes_over_has_the_whole_grace_and_then_the_next_has_its_turn() -> None:
     plan = PLAN.moved(1, D, 5)
     watch = watched(10, 75, {A, C})
-    watch.expect(D)
+    watch.expect(1, D)
     watch.look(plan, {A, C}, 76)
     assert watch.decide(plan, {E, B}, 136) is None
     due = watch.decide(plan, {E, B}, 137)
     assert due is not None
     assert (due.old, due.new) == (D, E)
+
+
+def test_a_window_that_loads_for_longer_than_the_grace_is_served_in_the_end() -> None:
+    """Each standby needs 200 s to load, and begins anew when the window comes back to it."""
+    plan, watch, now, moves = PLAN, watched(-1, -1, {A, C}), 0.0, [0.0]
+    for now in range(1000):
+        there = plan.stages[1].wallet != B and now - moves[-1] >= 200
+        watch.look(plan, {A, C} | ({plan.stages[1].wallet} if there else set()), now)
+        due = watch.decide(plan, {D, E} - {plan.stages[1].wallet}, now)
+        if due is not None:
+            plan = plan.moved(due.rank, due.new, 0)
+            watch.expect(due.rank, due.new)
+            moves.append(now)
+    assert there
+    assert [round(after - before) for before, after in pairwise(moves)] == [60, 62, 122]
+    # It was there, so from now on the grace is the first one again.
+    watch.look(plan, {A, C}, 1000)
+    assert watch.decide(plan, {D, E}, 1061) is not None
 
 
 def test_a_wallet_that_serves_a_window_takes_no_other() -> None:

@@ -65,6 +65,8 @@ class Layout:
     whole_threads: int = 0
     """Not 0: the gateway serves the model a second time, whole, with so many threads."""
     max_requests: int = 64
+    direct: bool = False
+    """Stages listen for each other: edges go past the relay, and past the delays of its links."""
     seed: int = 0
 
 
@@ -192,6 +194,7 @@ class RingNetwork:
                     "max_experts": self.layout.max_experts,
                     "poll_s": 2.0,
                     "retry_s": 0.3,
+                    **({"direct": True, "direct_listen": "127.0.0.1:0"} if self.layout.direct else {}),
                 },
             }
         )

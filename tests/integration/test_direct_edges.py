@@ -1,0 +1,98 @@
+"""A ring of real processes whose edges go past the relay: the same tokens, also when the direct paths are cut."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from kvasir_console.bench.models import Recipe, write_model
+from kvasir_console.bench.network import Layout, RingNetwork
+from kvasir_console.bench.recovery import Batch, Plan, Run, requests
+from kvasir_console.local.chat import Answer
+
+from engines import until
+
+WINDOWS = ((0, 1), (1, 3), (3, 4))
+TOKENS = 48
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_model(tmp_path / "ring.gguf", Recipe())
+
+
+async def states(net: RingNetwork) -> list[str]:
+    """Of each ring session of the stages."""
+    seen = [await stage.snapshot() for stage in net.stages]
+    return [relay.state for each in seen if each is not None for relay in each.relays if "/entry/" not in relay.session]
+
+
+async def all_direct(net: RingNetwork) -> bool:
+    found = await states(net)
+    return len(found) == 2 * len(WINDOWS) and set(found) == {"direct"}
+
+
+async def ask(net: RingNetwork, run: Run) -> Answer:
+    def moved() -> None:
+        run.pieces += 1
+
+    sampling = run.request.sampling
+    answer = await net.client.complete(net.model_id, run.request.prompt, TOKENS, sampling=sampling, on_text=moved)
+    run.over, run.tokens = True, answer.tokens
+    return answer
+
+
+async def all_of(net: RingNetwork, batch: Batch) -> None:
+    await asyncio.gather(*(ask(net, run) for run in batch.runs))
+
+
+async def relayed_bytes(net: RingNetwork) -> int:
+    """What the hub has carried on the edges between ranks."""
+    counts = await net.client.get("/api/relay/sessions")
+    return sum(each["ws2tcp"] + each["tcp2ws"] for each in counts["sessions"] if each["edge"])
+
+
+async def test_edges_go_past_the_relay_and_back_and_no_token_changes(model: Path, tmp_path: Path) -> None:
+    made = requests(Plan(requests=8, tokens=TOKENS))
+    async with RingNetwork(Layout(model, WINDOWS, max_requests=8), print, tmp_path / "relayed") as net:
+        relayed = Batch([Run(each) for each in made])
+        await all_of(net, relayed)
+        assert "direct" not in await states(net)  # nobody asked for it
+    layout = Layout(model, WINDOWS, max_requests=8, direct=True)
+    async with RingNetwork(layout, print, tmp_path / "direct") as net:
+        await net.wait_until(lambda: all_direct(net), "the edges do not go past the relay")
+        batch = Batch([Run(each) for each in made])
+        await all_of(net, batch)
+        assert [run.tokens for run in batch.runs] == [run.tokens for run in relayed.runs]
+        moved = [(each.bytes_up, each.bytes_down) for stage in net.stages for each in (await stage.snapshot()).relays]
+        assert min(up + down for up, down in moved) > 0
+        assert await all_direct(net)
+
+        # The middle rank's engine dies with requests in flight: its edges end, and come back one way or the other.
+        batch = Batch([Run(each) for each in made])
+        answering = asyncio.create_task(all_of(net, batch))
+        await until(lambda: min(run.pieces for run in batch.runs) >= 4, 60)
+        engine = net.engine_pid(net.stages[1].name)
+        assert engine is not None
+        os.kill(engine, signal.SIGKILL)
+        assert not all(run.over for run in batch.runs)
+        await answering
+        assert [run.tokens for run in batch.runs] == [run.tokens for run in relayed.runs]
+
+        # A neighbour that is stopped for good leaves no one waiting on a dead path.
+        await net.wait_until(lambda: all_direct(net), "the edges do not go past the relay again")
+        console = net.console_pid(net.stages[2].name)
+        assert console is not None
+        batch = Batch([Run(each) for each in made])
+        answering = asyncio.create_task(all_of(net, batch))
+        await until(lambda: min(run.pieces for run in batch.runs) >= 4, 60)
+        children = [psutil.Process(console), *psutil.Process(console).children(recursive=True)]
+        os.kill(console, signal.SIGKILL)
+        await answering
+        assert [run.tokens for run in batch.runs] == [run.tokens for run in relayed.runs]
+        psutil.wait_procs(children, timeout=10)

@@ -188,11 +188,12 @@ class DirectListener:
             task.cancel()
         await asyncio.gather(*self._serving, return_exceptions=True)
 
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        if task is not None:
-            self._serving.add(task)
-            task.add_done_callback(self._serving.discard)
+    def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.create_task(self._serve(reader, writer), name="direct edge")
+        self._serving.add(task)
+        task.add_done_callback(self._serving.discard)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         end = SocketEnd(reader, writer)
         try:
             if (carry := await self._greet(reader)) is not None:

@@ -65,8 +65,18 @@ async def _node(config: Config, paths: Paths, passphrase: str | None) -> int:
 
 
 def run_gateway(config: Config) -> int:
-    """Run the gateway, its hub and its front port until SIGTERM or SIGINT."""
+    """Run the gateway, its hub and its front port until SIGTERM or SIGINT.
+
+    Raises:
+        KvasirError: as its parts do; ``gateway_already_runs``: with another port a second one could take its place.
+    """
     paths = Paths.from_environment().ensure()
+    if not config.gateway.upstream and _listens(paths.runtime / "gateway.http"):
+        raise SystemResourceError(
+            "gateway_already_runs",
+            "Another gateway already runs with this home.",
+            "Stop it, or set KVASIR_HOME to another folder.",
+        )
     logs.configure(paths.state / "gateway.log")
     return asyncio.run(_gateway(config, paths))
 

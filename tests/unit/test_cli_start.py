@@ -440,7 +440,7 @@ async def test_a_second_node_with_the_same_home_does_not_start(node, home):
 # Commands of an operator
 
 
-def test_the_hubs_key_is_not_exchanged_under_a_running_gateway(capsys):
+def test_nothing_is_done_to_the_home_of_a_running_gateway(capsys):
     paths = Paths.from_environment().ensure()
     Secrets.load(paths.data / "gateway")
     before = (paths.data / "gateway" / "hub-key").read_bytes()
@@ -448,7 +448,9 @@ def test_the_hubs_key_is_not_exchanged_under_a_running_gateway(capsys):
         gateway.bind(str(paths.runtime / "gateway.http"))
         gateway.listen()
         assert cli.main(["gateway", "--rotate-hub-key"]) == ExitCode.RESOURCE
-    assert "Stop it" in capsys.readouterr().err
+        assert "Stop it" in capsys.readouterr().err
+        assert cli.main(["gateway", "--set", "gateway.port=0"]) == ExitCode.RESOURCE  # nor is there a second one
+        assert "already runs" in capsys.readouterr().err
     assert (paths.data / "gateway" / "hub-key").read_bytes() == before
     assert cli.main(["gateway", "--rotate-hub-key"]) == ExitCode.OK  # a socket that nobody listens on does not matter
     assert (paths.data / "gateway" / "hub-key").read_bytes() != before

@@ -24,7 +24,7 @@ def run(arguments: argparse.Namespace, config: Config) -> int:
 
     Raises:
         UsageError: a move without its other half, or one that the gateway refuses.
-        NetworkError: the gateway does not run here.
+        NetworkError: the gateway does not run here, or hangs.
         KvasirError: the gateway fails at it.
     """
     if (arguments.move is None) != (arguments.to is None):
@@ -58,6 +58,12 @@ async def _ask(socket: Path, token: str, arguments: argparse.Namespace) -> dict[
                 _answer(await client.post("/api/rings/move", json=body))
                 found = _answer(await client.get("/api/rings"))
             return found
+    except httpx.TimeoutException as error:
+        raise NetworkError(
+            "gateway_silent",
+            f"The gateway that runs here has not answered for {TIMEOUT_S:g} s.",
+            "Its log may say why; if it hangs, start it again.",
+        ) from error
     except (httpx.HTTPError, OSError) as error:
         raise _not_running() from error
 

@@ -18,6 +18,7 @@ from gateway_parts import ALICE, BOB, CAROL, DENSE, DOMAIN, NOW, Clock, Wallet, 
 from kvasir_console import cli
 from kvasir_console.config import ServedModel
 from kvasir_console.errors import ExitCode, UsageError
+from kvasir_console.node.gateway import rings_command
 from kvasir_console.node.gateway.app import make_app
 from kvasir_console.node.gateway.catalog import read_catalog
 from kvasir_console.node.gateway.census import Census
@@ -298,6 +299,18 @@ async def test_another_service_token_is_named_as_the_cause(
     (tmp_path / "secrets" / "service-token").write_text("another-token-of-thirty-two-letters")
     code, err = await told(gateway, tmp_path, capsys)
     assert (code, "gateway.service_token_file" in err) == (ExitCode.USAGE, True)
+
+
+async def test_a_gateway_that_hangs_is_not_one_that_does_not_run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rings_command, "TIMEOUT_S", 0.1)
+    listener = await asyncio.start_unix_server(
+        lambda *_: None, Paths.from_environment().ensure().runtime / "gateway.http"
+    )
+    assert await asyncio.to_thread(cli.main, ["rings"]) == ExitCode.NETWORK
+    assert "has not answered for 0.1 s" in capsys.readouterr().err
+    listener.close()
 
 
 def test_without_a_gateway_the_command_says_how_to_start_one(capsys: pytest.CaptureFixture[str]) -> None:

@@ -32,20 +32,27 @@ class Settled:
     down: int
     lost_up: int = 0
     disputed: int = 0
+    name: str = ""
+    """Of the session, for whoever looks why two counts differ."""
 
 
 def held_against(nodes: Iterable[Settled], hub: Iterable[Settled]) -> dict[str, Any]:
-    """How many sessions of the nodes the hub counts alike, and how many bytes those are."""
+    """How many sessions of the nodes the hub counts alike, and how many bytes those are. ``unlike`` are the others."""
     stated = {each.connection: each for each in hub}
     mine = list(nodes)
-    alike = [
-        each
-        for each in mine
-        if (found := stated.get(each.connection)) is not None and (found.up, found.down) == (each.up, each.down)
-    ]
+    alike: list[Settled] = []
+    unlike: list[dict[str, Any]] = []
+    for each in mine:
+        found = stated.get(each.connection)
+        if found is not None and (found.up, found.down) == (each.up, each.down):
+            alike.append(each)
+        else:
+            theirs = None if found is None else [found.up, found.down]
+            unlike.append({"session": each.name, "node": [each.up, each.down], "hub": theirs})
     return {
         "sessions": len(mine),
         "sessions_alike": len(alike),
+        "unlike": unlike,
         "bytes_up": sum(each.up for each in alike),
         "bytes_down": sum(each.down for each in alike),
         "lost_bytes_up": sum(each.lost_up for each in mine),
@@ -86,11 +93,11 @@ def _look(net: RingNetwork) -> dict[str, Any]:
 
 def _of_node(book: Path) -> list[Settled]:
     """Sessions in a node's book that have a connection now."""
-    workers = json.loads(book.read_text())["workers"].values()
-    counts: list[Mapping[str, Any]] = [count for worker in workers for count in worker["sessions"].values()]
+    workers: Iterable[Mapping[str, Any]] = json.loads(book.read_text())["workers"].values()
     return [
-        Settled(*(count[name] for name in ("connection", "up", "down", "lost_up", "disputed")))
-        for count in counts
+        Settled(count["connection"], count["up"], count["down"], count["lost_up"], count["disputed"], name)
+        for worker in workers
+        for name, count in worker["sessions"].items()
         if count["connection"]
     ]
 

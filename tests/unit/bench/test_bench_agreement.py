@@ -8,7 +8,7 @@ import pytest
 
 from kvasir_console.bench.agreement import Settled, held_against
 
-NODES = (Settled("a", 10, 20, lost_up=3), Settled("b", 0, 0), Settled("c", 7, 8))
+NODES = (Settled("a", 10, 20, lost_up=3, name="expert-a"), Settled("b", 0, 0), Settled("c", 7, 8))
 
 
 def test_equal_counts_are_alike_in_any_order_and_the_hub_may_know_others() -> None:
@@ -21,6 +21,10 @@ def test_equal_counts_are_alike_in_any_order_and_the_hub_may_know_others() -> No
 def test_one_byte_or_another_connection_is_not_alike(change: dict[str, object]) -> None:
     found = held_against(NODES, [replace(NODES[0], **change), *NODES[1:]])
     assert (found["sessions"], found["sessions_alike"]) == (3, 2)
+    (unlike,) = found["unlike"]
+    theirs = replace(NODES[0], **change)
+    hub = None if theirs.connection == "other" else [theirs.up, theirs.down]
+    assert unlike == {"session": "expert-a", "node": [10, 20], "hub": hub}
 
 
 def test_what_a_node_disputes_is_told() -> None:

@@ -64,6 +64,8 @@ class Edge:
         self._silence_s = silence_s
         self._clock = clock
         self._heard = clock()
+        self._listening = True
+        """Not while what came has to wait here: what the peer says then is not read."""
         self._out: deque[Iterator[Frame]] = deque()
         self._more = asyncio.Event()
         self._why = ""
@@ -106,12 +108,13 @@ class Edge:
             if await self._reader.readexactly(1) != peer_role:
                 raise wire.RingError("the edge's role byte is not the peer's")
             while True:
-                frame = await wire.read_frame(self._reader)
-                self._heard = self._clock()
+                frame = await wire.read_frame(self)
                 if self.closed:
                     break
                 self._check_epoch(frame, hello.epoch)
+                self._listening = False
                 await self._take(frame, hello.epoch, on_frame)
+                self._heard, self._listening = self._clock(), True
             return self._why
         except StaleError:
             raise
@@ -124,6 +127,20 @@ class Edge:
                 task.cancel()
             await asyncio.gather(sending, watching, return_exceptions=True)
             self.close("it ended")
+
+    async def readexactly(self, n: int) -> bytes:
+        """As of a stream. Whatever comes is a sign of life: a large frame may take a slow link longer than silence may
+        last."""
+        data = bytearray()
+        while len(data) < n:
+            piece = await self._reader.read(n - len(data))
+            if not piece:
+                raise asyncio.IncompleteReadError(bytes(data), n)
+            self._heard = self._clock()
+            if len(piece) == n:
+                return piece
+            data += piece
+        return bytes(data)
 
     async def _take(self, frame: Frame, epoch: int, on_frame: OnFrame) -> None:
         match frame.kind:
@@ -179,7 +196,7 @@ class Edge:
                 if not self.ready:
                     continue
                 silent_s = self._clock() - self._heard
-                if silent_s > self._silence_s:
+                if self._listening and silent_s > self._silence_s:
                     self.close(f"the peer said nothing for {silent_s:.0f} s")
                     return
                 self.say(Frame(FrameKind.PING, epoch, payload=_STAMP.pack(self._clock())))

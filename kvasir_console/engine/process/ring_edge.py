@@ -25,6 +25,8 @@ PING_S = 5.0
 SILENCE_S = 15.0
 MAX_UNREAD_BYTES = 2**20
 """A peer that takes so little of what it is sent gets no PONG; it hears of us by everything else."""
+MAX_POSTED = 64
+"""Posts that wait for a peer to take them, before ``room`` has to be waited for."""
 _STAMP = struct.Struct("<d")
 
 OnFrame = Callable[["Edge", Frame], Awaitable[None]]
@@ -68,6 +70,7 @@ class Edge:
         """Not while what came has to wait here: what the peer says then is not read."""
         self._out: deque[Iterator[Frame]] = deque()
         self._more = asyncio.Event()
+        self._taken = asyncio.Event()
         self._why = ""
 
     def post(self, frames: Iterable[Frame]) -> None:
@@ -75,6 +78,12 @@ class Edge:
         if not self.closed:
             self._out.append(iter(frames))
             self._more.set()
+
+    async def room(self) -> None:
+        """Wait while much that was posted is not taken; not for an edge that is closed."""
+        while len(self._out) > MAX_POSTED and not self.closed:
+            self._taken.clear()
+            await self._taken.wait()
 
     def say(self, frame: Frame) -> None:
         """Send a frame now, whatever else waits."""
@@ -89,6 +98,7 @@ class Edge:
             self._why = why
             self._out.clear()
             self._more.set()
+            self._taken.set()
             with contextlib.suppress(OSError):
                 self._writer.close()
             transport = self._writer.transport
@@ -176,6 +186,7 @@ class Edge:
                     frame = next(self._out[0], None)
                     if frame is None:
                         self._out.popleft()
+                        self._taken.set()
                         continue
                     self._writer.write(wire.encode(frame))
                     await self._writer.drain()

@@ -161,17 +161,19 @@ def _parser() -> argparse.ArgumentParser:
     _local_parser(commands.add_parser("local", help="the whole network on this machine, with real parts"))
     _models_parser(commands.add_parser("models", help="list, pull, inspect and make checkpoints"))
     _wallet_parser(commands.add_parser("wallet", help="make, import, guard and use the wallet"))
-    _bench_parser(commands.add_parser("bench", help="measure this machine, alone or against llama.cpp"))
+    _bench_parser(commands.add_parser("bench", help="measure engine, relay, experts, rings and recovery here"))
     gateway = commands.add_parser("gateway", help="run the gateway, hub and front port (operators)")
     gateway.add_argument(
-        "--rotate-hub-key", action="store_true", help="give the hub a new signing key, signed for by the old one"
+        "--rotate-hub-key",
+        action="store_true",
+        help="give the stopped hub a new signing key that the old one signs for",
     )
     _setting_option(gateway, dest="command_set", default=argparse.SUPPRESS)
     rings = commands.add_parser("rings", help="who serves the rings of this home's gateway (operators)")
-    rings.add_argument("--json", action="store_true")
+    _json_option(rings)
     rings.add_argument("--move", type=int, metavar="RANK", help="give a window to another wallet, now")
     rings.add_argument("--to", metavar="WALLET", help="the wallet that it moves to")
-    rings.add_argument("--ring", default="", metavar="ID", help="the ring, if the gateway serves several")
+    rings.add_argument("--ring", default="", metavar="ID", help="whose window moves, if the gateway serves several")
     _setting_option(rings, dest="command_set", default=argparse.SUPPRESS)
     _quarantine_parser(commands.add_parser("quarantine", help="workers caught with wrong answers (operators)"))
     status = commands.add_parser("status", help="the state of the node that runs with this KVASIR_HOME")
@@ -191,6 +193,10 @@ def _setting_option(parser: argparse.ArgumentParser, dest: str = "set", default:
         metavar="SECTION.KEY=VALUE",
         help="override one configuration value",
     )
+
+
+def _json_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON on stdout")
 
 
 def _passphrase_options(parser: argparse.ArgumentParser, default: str | None = None) -> None:
@@ -223,31 +229,39 @@ def _quarantine_parser(parser: argparse.ArgumentParser) -> None:
     listing = commands.add_parser("list", help="who is quarantined, by whom, and why")
     listing.add_argument("--all", action="store_true", help="those too that were lifted")
     lift = commands.add_parser("lift", help="let a worker serve again; what was void stays void")
-    lift.add_argument("wallet")
+    lift.add_argument("wallet", help="the worker's wallet, as list prints it")
     lift.add_argument("worker", help="its worker id, as list prints it")
     lift.add_argument("--yes", action="store_true", help="do not ask before it is lifted")
     for each in (listing, lift):
-        each.add_argument("--json", action="store_true")
+        _json_option(each)
         _setting_option(each, dest="command_set", default=argparse.SUPPRESS)
 
 
 def _models_parser(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="models_command", metavar="COMMAND", required=True)
     listing = commands.add_parser("list", help="the catalogue, and what is here already")
-    listing.add_argument("--json", action="store_true")
+    _json_option(listing)
     pull = commands.add_parser("pull", help="fetch a checkpoint, verified against its pinned digest")
-    pull.add_argument("name")
+    pull.add_argument("name", metavar="NAME", help="as list prints it")
     inspect = commands.add_parser("inspect", help="what a GGUF file holds")
-    inspect.add_argument("file")
-    inspect.add_argument("--json", action="store_true")
+    inspect.add_argument("file", metavar="FILE")
+    _json_option(inspect)
     upcycle = commands.add_parser("upcycle", help="make the mixture-of-experts checkpoint out of a dense one")
-    upcycle.add_argument("name")
+    upcycle.add_argument("name", metavar="NAME", help="the dense one: smollm2")
 
 
 def _wallet_parser(parser: argparse.ArgumentParser) -> None:
     from kvasir_console.wallet import arguments
 
-    arguments.add_commands(parser, lambda command: _passphrase_options(command, default=argparse.SUPPRESS))
+    arguments.add_commands(
+        parser,
+        lambda command: _passphrase_options(command, default=argparse.SUPPRESS),
+        lambda command: _setting_option(command, dest="command_set", default=argparse.SUPPRESS),
+    )
+
+
+_KERNELS = ("auto", "native", "eager", "reference")
+_PROMPTS = "of the prompts"
 
 
 def _bench_parser(parser: argparse.ArgumentParser) -> None:
@@ -259,26 +273,26 @@ def _bench_parser(parser: argparse.ArgumentParser) -> None:
     engine.add_argument("--peer", metavar="xllamacpp|native|CMD", help="measure this one too, alternately")
     engine.add_argument("--pairs", type=int, default=9, metavar="N", help="measurements of each side (default 9)")
     engine.add_argument("--threads", type=int, default=0, metavar="N", help="compute threads (0: physical cores)")
-    engine.add_argument("--kernels", default="auto", help="auto, native, eager or reference")
-    engine.add_argument("--seed", type=int, default=0, metavar="N")
-    engine.add_argument("--json", action="store_true")
+    engine.add_argument("--kernels", default="auto", choices=_KERNELS, help="how it multiplies (default auto)")
+    engine.add_argument("--seed", type=int, default=0, metavar="N", help=_PROMPTS)
+    _json_option(engine)
     experts = commands.add_parser("experts", help="what remote experts cost: batches, streams, one stream, drafts")
     experts.add_argument("--model", metavar="FILE|NAME", default="smollm2-moe", help="a mixture of experts")
     experts.add_argument("--pairs", type=int, default=9, metavar="N", help="measurements of each side (default 9)")
     experts.add_argument("--rtt-ms", type=float, default=13.0, metavar="MS", help="of the link between node and hub")
-    experts.add_argument("--streams", type=int, default=32, metavar="N")
-    experts.add_argument("--layers-remote", type=int, default=1, metavar="N")
+    experts.add_argument("--streams", type=int, default=32, metavar="N", help="requests at once (default 32)")
+    experts.add_argument("--layers-remote", type=int, default=1, metavar="N", help="with their experts (default 1)")
     experts.add_argument("--threads", type=int, default=0, metavar="N", help="of each engine (0: physical cores)")
-    experts.add_argument("--kernels", default="auto", help="auto, native, eager or reference")
-    experts.add_argument("--wire", default="v3", choices=("v1", "v2", "v2f16", "v3"))
-    experts.add_argument("--seed", type=int, default=0, metavar="N")
-    experts.add_argument("--json", action="store_true")
+    experts.add_argument("--kernels", default="auto", choices=_KERNELS, help="how it multiplies (default auto)")
+    experts.add_argument("--wire", default="v3", choices=("v1", "v2", "v2f16", "v3"), help="of dispatch (default v3)")
+    experts.add_argument("--seed", type=int, default=0, metavar="N", help=_PROMPTS)
+    _json_option(experts)
     relay = commands.add_parser("relay", help="what the relay adds to a remote layer, and how much it carries")
     relay.add_argument("--pairs", type=int, default=9, metavar="N", help="measurements of each side (default 9)")
     relay.add_argument("--hidden", type=int, default=2048, metavar="N", help="width of the hidden state")
     relay.add_argument("--rtt-ms", type=float, default=0.0, metavar="MS", help="of the link between node and hub")
-    relay.add_argument("--seed", type=int, default=0, metavar="N")
-    relay.add_argument("--json", action="store_true")
+    relay.add_argument("--seed", type=int, default=0, metavar="N", help="of the payloads and the link's chances")
+    _json_option(relay)
     recovery = commands.add_parser("recovery", help="requests on a ring that is killed, stopped and cut meanwhile")
     recovery.add_argument("--requests", type=int, default=64, metavar="N", help="at once (default 64)")
     recovery.add_argument("--tokens", type=int, default=64, metavar="N", help="of each (default 64)")
@@ -289,7 +303,7 @@ def _bench_parser(parser: argparse.ArgumentParser) -> None:
         "--soak-minutes", type=float, default=0.0, metavar="N", help="go on for so long, and watch memory and the like"
     )
     recovery.add_argument("--keep", metavar="DIR", help="keep homes and logs there")
-    recovery.add_argument("--json", action="store_true")
+    _json_option(recovery)
     ring = commands.add_parser("ring", help="a model over several machines against one process")
     ring.add_argument("--model", metavar="FILE|NAME", default="smollm2", help="a GGUF, or a name of models list")
     ring.add_argument("--stages", type=int, default=2, metavar="N", help="machines (default 2)")
@@ -299,9 +313,9 @@ def _bench_parser(parser: argparse.ArgumentParser) -> None:
     ring.add_argument("--tokens", type=int, default=48, metavar="N", help="of each request (default 48)")
     ring.add_argument("--pairs", type=int, default=9, metavar="N", help="measurements of each side (default 9)")
     ring.add_argument("--threads", type=int, default=0, metavar="N", help="compute threads (0: physical cores)")
-    ring.add_argument("--seed", type=int, default=0, metavar="N")
+    ring.add_argument("--seed", type=int, default=0, metavar="N", help=_PROMPTS)
     ring.add_argument("--keep", metavar="DIR", help="keep homes and logs there")
-    ring.add_argument("--json", action="store_true")
+    _json_option(ring)
     same = commands.add_parser("equivalence", help="how far two ways to compute a model are apart, layer by layer")
     same.add_argument("--model", metavar="FILE|NAME", default="smollm2", help="a GGUF, or a name of models list")
     form = "KERNELS[:kv=TYPE][:threads=N][:device=D]"
@@ -311,4 +325,4 @@ def _bench_parser(parser: argparse.ArgumentParser) -> None:
     same.add_argument("--tokens", type=int, default=32, metavar="N", help="greedy tokens after each text (default 32)")
     same.add_argument("--prompts", type=int, default=4, metavar="N", help="texts, 1 to 8 (default 4)")
     same.add_argument("--threads", type=int, default=0, metavar="N", help="of a side that names none")
-    same.add_argument("--json", action="store_true")
+    _json_option(same)

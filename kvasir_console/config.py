@@ -216,7 +216,9 @@ def load(
     for dotted, text in (flags or {}).items():
         section, _, key = dotted.partition(".")
         _set_from_text(tables, section, key, text, f"flag --set {dotted}")
-    return Config(**{section.name: _SECTIONS[section.name](**tables[section.name]) for section in fields(Config)})
+    loaded = Config(**{section.name: _SECTIONS[section.name](**tables[section.name]) for section in fields(Config)})
+    _check_together(loaded)
+    return loaded
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -256,6 +258,21 @@ def _check_value(name: str, value: Any, source: str) -> None:
         if not low <= value <= high or value == math.inf:  # NaN compares false
             limit = f"at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
             raise ConfigError("bad_value", f"{source}: {name} cannot be {value!r}.", f"It must be {limit}.")
+
+
+def _check_together(loaded: Config) -> None:
+    """What values that are right by themselves can still get wrong about each other."""
+    network, gateway = loaded.network, loaded.gateway
+    if network.redial_min_s > network.redial_max_s:
+        raise ConfigError(
+            "bad_value",
+            f"network.redial_min_s ({network.redial_min_s:g}) is more than network.redial_max_s "
+            f"({network.redial_max_s:g}).",
+            "Lower the one or raise the other.",
+        )
+    if bool(gateway.tls_cert) != bool(gateway.tls_key):
+        missing = "gateway.tls_key" if gateway.tls_cert else "gateway.tls_cert"
+        raise ConfigError("bad_value", f"TLS needs a certificate and its key: {missing} is not set.", "Set both.")
 
 
 def _set_from_text(tables: Mapping[str, dict[str, Any]], section: str, key: str, text: str, source: str) -> None:

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import json
 import signal
+import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvasir_console import logs
 from kvasir_console.config import Config
-from kvasir_console.errors import ExitCode, NetworkError, UsageError
+from kvasir_console.errors import ExitCode, NetworkError, SystemResourceError, UsageError
 from kvasir_console.paths import Paths
 
 if TYPE_CHECKING:
@@ -64,24 +65,43 @@ async def _node(config: Config, paths: Paths, passphrase: str | None) -> int:
 
 
 def run_gateway(config: Config) -> int:
-    """Run the gateway, its hub and its front port until SIGTERM or SIGINT."""
+    """Run the gateway, its hub and its front port until SIGTERM or SIGINT.
+
+    Raises:
+        KvasirError: as its parts do; ``gateway_already_runs``: with another port a second one could take its place.
+    """
     paths = Paths.from_environment().ensure()
+    if not config.gateway.upstream and _listens(paths.runtime / "gateway.http"):
+        raise SystemResourceError(
+            "gateway_already_runs",
+            "Another gateway already runs with this home.",
+            "Stop it, or set KVASIR_HOME to another folder.",
+        )
     logs.configure(paths.state / "gateway.log")
     return asyncio.run(_gateway(config, paths))
 
 
 def rotate_hub_key() -> int:
-    """Give the hub of this home a new signing key; the gateway is to be stopped first.
+    """Give the hub of this home a new signing key.
 
     Raises:
-        SystemResourceError: there is no key yet, or its files cannot be written.
+        SystemResourceError: the gateway runs, there is no key yet, or its files cannot be written.
     """
     from kvasir_console.node.gateway import hubkey
 
     paths = Paths.from_environment().ensure()
+    if _listens(paths.runtime / "gateway.http"):
+        raise SystemResourceError(
+            "gateway_runs", "The gateway of this home runs, and would go on with the old key.", "Stop it first."
+        )
     rotation = hubkey.rotate(paths.data / "gateway", int(time.time()))
     print(f"The hub signs with {rotation.new} from its next start on; {rotation.old} has signed for it.")
     return ExitCode.OK
+
+
+def _listens(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        return probe.connect_ex(str(path)) == 0
 
 
 async def _gateway(config: Config, paths: Paths) -> int:

@@ -15,6 +15,10 @@ import psutil
 from kvasir_console.errors import ExitCode, UsageError
 from kvasir_console.paths import Paths
 
+MAX_THREADS = 1024
+MAX_SOAK_MINUTES = 10_080
+"""A week."""
+
 
 def run(arguments: argparse.Namespace) -> int:
     commands = {
@@ -31,14 +35,16 @@ def run(arguments: argparse.Namespace) -> int:
 def _engine(arguments: argparse.Namespace) -> int:
     from kvasir_console.bench import engine
 
-    if arguments.pairs < 1:
-        raise UsageError("bad_pairs", "--pairs takes 1 or more.")
+    _check_pairs(arguments)
+    if arguments.peer is not None:
+        engine.check_peer(arguments.peer)
+    threads = _threads(arguments)
     report = asyncio.run(
         engine.run(
             _model(arguments.model),
             peer=arguments.peer,
             pairs=arguments.pairs,
-            threads=_threads(arguments),
+            threads=threads,
             kernels=arguments.kernels,
             seed=arguments.seed,
             say=_say,
@@ -51,17 +57,17 @@ def _engine(arguments: argparse.Namespace) -> int:
 def _experts(arguments: argparse.Namespace) -> int:
     from kvasir_console.bench import experts
 
-    if arguments.pairs < 1:
-        raise UsageError("bad_pairs", "--pairs takes 1 or more.")
+    _check_pairs(arguments)
     if not 0 <= arguments.rtt_ms <= 1000 or not 1 <= arguments.streams <= 64 or arguments.layers_remote < 1:
         raise UsageError("bad_shape", "--rtt-ms takes 0 to 1000, --streams 1 to 64, --layers-remote 1 or more.")
+    threads = _threads(arguments)
     options = experts.Options(
-        _model(arguments.model).absolute(),
+        _model(arguments.model),
         pairs=arguments.pairs,
         rtt_ms=arguments.rtt_ms,
         streams=arguments.streams,
         layers_remote=arguments.layers_remote,
-        threads=_threads(arguments),
+        threads=threads,
         kernels=arguments.kernels,
         wire=arguments.wire,
         seed=arguments.seed,
@@ -74,8 +80,7 @@ def _experts(arguments: argparse.Namespace) -> int:
 def _relay(arguments: argparse.Namespace) -> int:
     from kvasir_console.bench import relay
 
-    if arguments.pairs < 1:
-        raise UsageError("bad_pairs", "--pairs takes 1 or more.")
+    _check_pairs(arguments)
     if not 0 <= arguments.rtt_ms <= 1000 or not 1 <= arguments.hidden <= 2**18:
         raise UsageError("bad_shape", "--rtt-ms takes 0 to 1000, --hidden 1 to 262144.")
     report = asyncio.run(
@@ -97,8 +102,10 @@ def _recovery(arguments: argparse.Namespace) -> int:
 
     if not MIN_FAULTS <= arguments.faults <= 1000:
         raise UsageError("bad_faults", f"--faults takes {MIN_FAULTS} to 1000.")
-    if not 1 <= arguments.requests <= 1000 or arguments.tokens < 4 or not 0 <= arguments.rtt_ms <= 1000:
-        raise UsageError("bad_load", "--requests takes 1 to 1000, --tokens 4 or more, --rtt-ms 0 to 1000.")
+    if not 1 <= arguments.requests <= 1000 or not 4 <= arguments.tokens <= 1024 or not 0 <= arguments.rtt_ms <= 1000:
+        raise UsageError("bad_load", "--requests takes 1 to 1000, --tokens 4 to 1024, --rtt-ms 0 to 1000.")
+    if not 0 <= arguments.soak_minutes <= MAX_SOAK_MINUTES:
+        raise UsageError("bad_minutes", f"--soak-minutes takes 0 (no soak) to {MAX_SOAK_MINUTES}.")
     plan = recovery.Plan(
         requests=arguments.requests,
         tokens=arguments.tokens,
@@ -107,14 +114,11 @@ def _recovery(arguments: argparse.Namespace) -> int:
         seed=arguments.seed,
     )
 
-    def say(line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
-
     if arguments.soak_minutes:
-        report = asyncio.run(soak.run(plan, arguments.soak_minutes, say, _kept(arguments)))
+        report = asyncio.run(soak.run(plan, arguments.soak_minutes, _say, _kept(arguments)))
         print(json.dumps(report, indent=2) if arguments.json else soak.describe(report))
         return ExitCode.OK if report["completed"] == report["identical"] == report["requests"] else ExitCode.FAILURE
-    report = asyncio.run(recovery.run(plan, say, _kept(arguments)))
+    report = asyncio.run(recovery.run(plan, _say, _kept(arguments)))
     print(json.dumps(report, indent=2) if arguments.json else recovery.describe(report))
     whole = report["completed"] == report["identical"] == report["requests"]
     return ExitCode.OK if whole and report["faults"] == len(report["schedule"]) else ExitCode.FAILURE
@@ -123,10 +127,14 @@ def _recovery(arguments: argparse.Namespace) -> int:
 def _ring(arguments: argparse.Namespace) -> int:
     from kvasir_console.bench import ring
 
-    if min(arguments.pairs, arguments.batch, arguments.streams) < 1 or arguments.tokens < 8:
-        raise UsageError("bad_load", "--pairs, --batch and --streams take 1 or more, --tokens 8 or more.")
+    _check_pairs(arguments)
+    if not all(1 <= count <= ring.MAX_STREAMS for count in (arguments.batch, arguments.streams)):
+        raise UsageError("bad_load", f"--batch and --streams take 1 to {ring.MAX_STREAMS}, as many as a ring runs.")
+    if arguments.tokens < 8:
+        raise UsageError("bad_load", "--tokens takes 8 or more.")
     if not 0 <= arguments.rtt_ms <= 1000:
         raise UsageError("bad_load", "--rtt-ms takes 0 to 1000.")
+    threads = _threads(arguments)
     plan = ring.Plan(
         model=_model(arguments.model),
         stages=arguments.stages,
@@ -135,10 +143,10 @@ def _ring(arguments: argparse.Namespace) -> int:
         streams=arguments.streams,
         tokens=arguments.tokens,
         pairs=arguments.pairs,
-        threads=arguments.threads or psutil.cpu_count(logical=False) or 1,
+        threads=threads,
         seed=arguments.seed,
     )
-    report = asyncio.run(ring.run(plan, lambda line: print(line, file=sys.stderr, flush=True), _kept(arguments)))
+    report = asyncio.run(ring.run(plan, _say, _kept(arguments)))
     print(json.dumps(report, indent=2) if arguments.json else ring.describe(report))
     return ExitCode.OK
 
@@ -182,18 +190,32 @@ def _model(name: str) -> Path:
     from kvasir_console.bench import random_llama
     from kvasir_console.node import catalogue
 
-    path = Path(name)
     if name == random_llama.NAME:
         file = Paths.from_environment().ensure().models / f"{name}.Q4_K.gguf"
         if not file.exists():
             _say(f"Making {file.name} (0.6 GB)")
             random_llama.write(file)
         return file
-    return (path if path.suffix else catalogue.pull(name, Paths.from_environment().ensure())).absolute()
+    if name in catalogue.CATALOGUE:
+        return catalogue.pull(name, Paths.from_environment().ensure()).absolute()
+    if not Path(name).is_file():
+        raise UsageError(
+            "no_such_model",
+            f"{name} is neither a file nor a model of the catalogue.",
+            f"The catalogue has {', '.join(catalogue.CATALOGUE)}; {random_llama.NAME} is made on the spot.",
+        )
+    return Path(name).absolute()
 
 
 def _threads(arguments: argparse.Namespace) -> int:
+    if not 0 <= arguments.threads <= MAX_THREADS:
+        raise UsageError("bad_threads", f"--threads takes 1 to {MAX_THREADS}, or 0 for the physical cores.")
     return int(arguments.threads or psutil.cpu_count(logical=False) or 1)
+
+
+def _check_pairs(arguments: argparse.Namespace) -> None:
+    if arguments.pairs < 1:
+        raise UsageError("bad_pairs", "--pairs takes 1 or more.")
 
 
 def _say(line: str) -> None:

@@ -9,8 +9,10 @@ the same places of the same texts for both sides.
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 import random
+import shutil
 import statistics
 import sys
 import tempfile
@@ -245,6 +247,21 @@ def _texts(model: Path) -> list[list[int]]:
     with Checkpoint.open(model) as checkpoint:
         tokenizer = Tokenizer.from_metadata(checkpoint.metadata)
     return [tokenizer.encode(text) for text in TEXTS]
+
+
+def check_peer(peer: str) -> None:
+    """Raises ``UsageError`` for a peer that cannot be had, before anything is loaded for it."""
+    if peer == "native":
+        native_python()
+    elif peer == "xllamacpp":
+        if importlib.util.find_spec("xllamacpp") is None:
+            raise UsageError("no_peer", "The package xllamacpp is not installed here.", "Install it with make setup.")
+    elif shutil.which(next(iter(peer.split()), "")) is None:
+        raise UsageError(
+            "no_peer",
+            f"The peer {peer!r} is no program of this machine.",
+            "Give xllamacpp, native, or a command that answers as bench/peer_llamacpp.py does.",
+        )
 
 
 def peer_argv(peer: str, model: Path, threads: int) -> list[str]:

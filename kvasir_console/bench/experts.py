@@ -31,7 +31,7 @@ from kvasir_console.engine.checkpoint.gguf import Checkpoint
 from kvasir_console.engine.checkpoint.shape import ModelShape
 from kvasir_console.engine.process.client import DoneEvent, EngineClient, GenerateRequest, TokenEvent
 from kvasir_console.engine.tokens import Tokenizer
-from kvasir_console.errors import EngineError, NetworkError
+from kvasir_console.errors import EngineError, NetworkError, UsageError
 from kvasir_console.local.certificates import make_certificates
 from kvasir_console.node.supervisor import ChildProcess, module_argv
 
@@ -86,8 +86,11 @@ class Bench:
             with Checkpoint.open(options.model) as checkpoint:
                 self.shape = ModelShape.of(checkpoint)
                 self.tokenizer = Tokenizer.from_metadata(checkpoint.metadata)
-            moe = self.shape.moe_layers
-            count = min(options.layers_remote, len(moe))
+            moe, count = self.shape.moe_layers, options.layers_remote
+            if not moe:
+                raise UsageError("dense_model", f"{options.model.name} has no experts.", "Give a mixture of experts.")
+            if count > len(moe):
+                raise UsageError("bad_shape", f"--layers-remote takes 1 to {len(moe)}, the layers with experts.")
             self.layers = [moe[(2 * number + 1) * len(moe) // (2 * count)] for number in range(count)]
             self.trunk = await stack.enter_async_context(self._engine("trunk"))
             info = await self._load_trunk()

@@ -29,6 +29,8 @@ from kvasir_console.local.chat import Answer
 
 Say = Callable[[str], None]
 LOOPBACK_BAR, AGGREGATE_BAR, ADDED_BAR_MS = 0.95, 0.9, 2.0
+MAX_STREAMS = 256
+"""As many sequences as a ring runs at once."""
 _WORDS = ("river", "stone", "bridge", "winter", "harvest", "letter", "window", "garden", "engine", "mountain", "signal")
 
 

@@ -26,6 +26,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError("bad_node_count", f"--nodes takes 1 to {MAX_EXPERT_NODES}.")
     if arguments.max_tokens < 1:
         raise UsageError("bad_max_tokens", "--max-tokens takes 1 or more.")
+    if not 0 <= arguments.port <= 65535:
+        raise UsageError("bad_port", "--port takes 1 to 65535, or 0 for a free one.")
     paths = Paths.from_environment().ensure()
     logs.configure(paths.state / "local.log")
     models = _models(arguments, paths)

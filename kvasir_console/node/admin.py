@@ -121,7 +121,9 @@ class AdminClient:
             except (OSError, EOFError) as error:
                 await self.close()
                 raise NetworkError(
-                    "no_node_there", f"No node answers on {self._path}.", "Start one with kvasir-console --headless."
+                    "no_node_there",
+                    f"No node answers on {self._path}.",
+                    "Start one with kvasir-console --headless, or set KVASIR_HOME to that of the one that runs.",
                 ) from error
             except BaseException:
                 await self.close()  # a late answer would be taken for the next call's

@@ -314,7 +314,7 @@ def unreachable(gateway: str, error: Exception) -> NetworkError:
     return NetworkError(
         "gateway_unreachable",
         f"{gateway} cannot be reached ({type(error).__name__}).",
-        "Check the network and network.gateway; it is tried again.",
+        "Check the network and network.gateway.",
     )
 
 
@@ -361,7 +361,7 @@ def _refusal(path: str, response: httpx.Response, data: Any) -> KvasirError:
     if status == 403:
         return WalletError(code or "not_admitted", f"The gateway refuses this wallet. {text}".strip())
     if status == 429:
-        return NetworkError("rate_limited", f"The gateway asks to wait. {text}".strip(), "It is tried again.")
+        return NetworkError("rate_limited", f"The gateway asks to wait. {text}".strip())
     if status in (400, 409) and path.startswith("/api/node/claim"):
         return LedgerError(code or "claim_refused", text or "The gateway refused the claim.")
     return NetworkError(code or f"http_{status}", f"The gateway answered {path} with {status}. {text}".strip())

@@ -294,7 +294,8 @@ class Node:
                 if error.code in ("signer_locked", "wallet_locked"):
                     self._enter(Phase.LOCKED, error.message, error.hint)
                 else:
-                    self._enter(Phase.FAILED, error.message, error.hint or f"It is tried again in {self._retry_text}.")
+                    again = "" if error.code == "engine_restarted" else f"It is tried again within {self._retry_text}."
+                    self._enter(Phase.FAILED, error.message, f"{error.hint} {again}".strip())
                 await self._drop_uplinks()
                 if error.code != "engine_restarted":  # it is on its way up: be ready for it
                     await self._pause(self._config.node.retry_s)

@@ -217,7 +217,7 @@ def _check_status(path: str, status: int, part: Path) -> None:
         part.unlink(missing_ok=True)
         raise NetworkError("download_restarted", "The partial download no longer fits; it starts again.")
     if status in (429, 502, 503, 504):
-        raise NetworkError("shard_unavailable", f"The gateway answered {path} with {status}.", "It is tried again.")
+        raise NetworkError("shard_unavailable", f"The gateway answered {path} with {status}.")
     if status not in (200, 206):
         raise NetworkError(
             "shard_refused",

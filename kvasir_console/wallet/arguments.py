@@ -8,17 +8,23 @@ from collections.abc import Callable
 PassphraseOptions = Callable[[argparse.ArgumentParser], None]
 
 
-def add_commands(parser: argparse.ArgumentParser, passphrase_options: PassphraseOptions) -> None:
+def add_commands(
+    parser: argparse.ArgumentParser,
+    passphrase_options: PassphraseOptions,
+    setting_option: Callable[[argparse.ArgumentParser], None],
+) -> None:
     """Fill the parser of ``wallet``.
 
     Args:
         passphrase_options: adds the options that every command with a passphrase has.
+        setting_option: adds the one that every command has, ``--set``.
     """
     commands = parser.add_subparsers(dest="wallet_command", metavar="COMMAND", required=True)
 
     def command(name: str, text: str, *, passphrase: bool = True, json: bool = False) -> argparse.ArgumentParser:
         made = commands.add_parser(name, help=text, description=text[:1].upper() + text[1:] + ".")
         _common(made, passphrase_options, passphrase=passphrase, json=json)
+        setting_option(made)
         return made
 
     _create(command("create", "a new wallet; its words are shown once, on a terminal"))

@@ -159,8 +159,10 @@ def check_owner(path: Path, status: os.stat_result) -> None:
     if status.st_uid != os.getuid():
         raise WalletError("vault_mode", f"{path} belongs to another user.", "Use a file and a directory of your own.")
     if status.st_mode & 0o077:
-        wanted = "700" if stat.S_ISDIR(status.st_mode) else "600"
-        raise WalletError("vault_mode", f"Other users may look into {path}.", f"Close it with: chmod {wanted} '{path}'")
+        hint = f"Close it with: chmod 600 '{path}'"
+        if stat.S_ISDIR(status.st_mode):  # which may be one that others need
+            hint = f"Move the file into a folder of its own, or close this one with: chmod 700 '{path}'"
+        raise WalletError("vault_mode", f"Other users may look into {path}.", hint)
 
 
 def exists(file: Path) -> WalletError:

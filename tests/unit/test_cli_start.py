@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
 import stat
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from kvasir_console import __version__, cli
 from kvasir_console.errors import ExitCode, LedgerError, WalletError
 from kvasir_console.node import phase
 from kvasir_console.node.admin import AdminServer, Handler
+from kvasir_console.node.gateway.identity import Secrets
 from kvasir_console.node.snapshot import EarningsView, NodeSnapshot, SliceView, WorkView
 from kvasir_console.paths import Paths
 from kvasir_console.relay.wire.control import Message
@@ -131,6 +133,7 @@ def test_a_setting_before_or_behind_the_command_counts(home):
         failed(console(*arguments), ExitCode.USAGE, "'port'")
     both = console("--set", "gateway.prt=1", "gateway", "--set", "gateway.host=x")
     failed(both, ExitCode.USAGE, "'port'")
+    failed(console("wallet", "claim", "--set", "network.gatway=x"), ExitCode.USAGE, "'gateway'")
 
 
 def test_a_setting_nobody_reads_is_refused():
@@ -432,3 +435,26 @@ async def test_a_second_node_with_the_same_home_does_not_start(node, home):
     vault.create_vault(home / "data" / "vault.json", PHRASE, PASSPHRASE, cost=vault.KdfCost(2, 19 * 1024))
     result = await asyncio.to_thread(console, "--headless", KVASIR_NETWORK_GATEWAY="http://127.0.0.1:1")
     failed(result, ExitCode.RESOURCE, "already runs", "KVASIR_HOME")
+
+
+# Commands of an operator
+
+
+def test_nothing_is_done_to_the_home_of_a_running_gateway(capsys):
+    paths = Paths.from_environment().ensure()
+    Secrets.load(paths.data / "gateway")
+    before = (paths.data / "gateway" / "hub-key").read_bytes()
+    with socket.socket(socket.AF_UNIX) as gateway:
+        gateway.bind(str(paths.runtime / "gateway.http"))
+        gateway.listen()
+        assert cli.main(["gateway", "--rotate-hub-key"]) == ExitCode.RESOURCE
+        assert "Stop it" in capsys.readouterr().err
+        assert cli.main(["gateway", "--set", "gateway.port=0"]) == ExitCode.RESOURCE  # nor is there a second one
+        assert "already runs" in capsys.readouterr().err
+    assert (paths.data / "gateway" / "hub-key").read_bytes() == before
+    assert cli.main(["gateway", "--rotate-hub-key"]) == ExitCode.OK  # a socket that nobody listens on does not matter
+    assert (paths.data / "gateway" / "hub-key").read_bytes() != before
+
+
+def test_the_port_of_a_local_network_is_one():
+    failed(console("local", "--port", "70000"), ExitCode.USAGE, "--port", "65535")

@@ -217,3 +217,17 @@ def test_no_text_in_flags_or_environment_breaks_the_reader(values):
     for arguments in ({"env": {f"KVASIR_{key}": text for key, text in values.items()}}, {"env": {}, "flags": values}):
         with contextlib.suppress(ConfigError):
             assert isinstance(config.load(None, **arguments), Config)
+
+
+def test_values_that_contradict_each_other_are_refused(file):
+    """Each is right by itself."""
+    for flags, words in (
+        ({"network.redial_min_s": "61"}, ("redial_min_s (61)", "redial_max_s (60)")),
+        ({"network.redial_max_s": "4"}, ("redial_min_s (5)", "redial_max_s (4)")),
+        ({"gateway.tls_cert": "chain.pem"}, ("gateway.tls_key is not set",)),
+        ({"gateway.tls_key": "key.pem"}, ("gateway.tls_cert is not set",)),
+    ):
+        error = refusal(flags=flags)
+        assert error.code == "bad_value"
+        assert [word for word in words if word not in error.message] == []
+    config.load(None, {}, {"network.redial_min_s": "61", "network.redial_max_s": "61"})

@@ -16,6 +16,8 @@ from kvasir_console.relay.wire import dispatch
 MAX_ACCOUNTS = 8192
 """A reading of all of them fits a control message. A worker names its slices itself, any part of what it was admitted
 with, so those that never did anything make room."""
+MAX_OF_SESSION = 512
+"""Or one worker that works a little with each dial would leave no room for anybody else."""
 
 
 class Accounts:
@@ -34,6 +36,10 @@ class Accounts:
                 self._stats = {each: stats for each, stats in self._stats.items() if _worth_keeping(stats)}
                 if len(self._stats) >= MAX_ACCOUNTS:
                     raise ValueError(f"{len(self._stats)} slices have an account already")
+            if key not in self._stats:
+                mine = sum(each[:2] == key[:2] and _worth_keeping(stats) for each, stats in self._stats.items())
+                if mine >= MAX_OF_SESSION:
+                    raise ValueError(f"session {session} has accounts of {mine} slices already")
             return self._stats.setdefault(key, SessionStats(*key, proven=self._trial_pairs == 0))
 
     def pay(self, stats: SessionStats, request: dispatch.Request, checked_pairs: int = 0) -> None:

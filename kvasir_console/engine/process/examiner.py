@@ -94,10 +94,16 @@ class Examiner:
             self._reference(part, worker)
 
     def passes(self, key: str, worker: Worker, part: Part, values: F32) -> int | None:
-        """How many pairs of an answer were found right; ``None``, and its session is quarantined, if one was not."""
+        """How many pairs of an answer were found right; ``None`` if it is not to be used.
+
+        If one was wrong, its session is quarantined. Where the reference itself is not finite (rows of a ring come from
+        a stranger, who may send anything), no answer can be right or wrong.
+        """
         if not len(part.drawn):
             return 0
         terms, seen = self._reference(part, worker)
+        if not np.isfinite(terms).all():
+            return None
         verdict = checks.judge(values[part.drawn], terms, seen.row_idx.astype(np.int64), worker.dtype)
         if verdict.fault is not None:
             self._convict(worker, part.layer, seen, values[part.drawn], terms, verdict.fault)

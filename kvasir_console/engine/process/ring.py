@@ -333,6 +333,8 @@ class RingNode:
                 if self._inbox_bytes <= INBOX_BYTES:
                     self._room.set()
                 await self._handle(edge, frame, came)
+                if self._next is not None and self.config.rank:  # rank 0 passes nothing on, and is always read
+                    await self._next.room()
             except (wire.RingError, KvasirError) as error:
                 self._lose(edge, str(error))
             except Exception as error:

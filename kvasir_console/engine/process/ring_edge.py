@@ -25,6 +25,8 @@ PING_S = 5.0
 SILENCE_S = 15.0
 MAX_UNREAD_BYTES = 2**20
 """A peer that takes so little of what it is sent gets no PONG; it hears of us by everything else."""
+MAX_POSTED = 64
+"""Posts that wait for a peer to take them, before ``room`` has to be waited for."""
 _STAMP = struct.Struct("<d")
 
 OnFrame = Callable[["Edge", Frame], Awaitable[None]]
@@ -64,8 +66,11 @@ class Edge:
         self._silence_s = silence_s
         self._clock = clock
         self._heard = clock()
+        self._listening = True
+        """Not while what came has to wait here: what the peer says then is not read."""
         self._out: deque[Iterator[Frame]] = deque()
         self._more = asyncio.Event()
+        self._taken = asyncio.Event()
         self._why = ""
 
     def post(self, frames: Iterable[Frame]) -> None:
@@ -73,6 +78,12 @@ class Edge:
         if not self.closed:
             self._out.append(iter(frames))
             self._more.set()
+
+    async def room(self) -> None:
+        """Wait while much that was posted is not taken; not for an edge that is closed."""
+        while len(self._out) > MAX_POSTED and not self.closed:
+            self._taken.clear()
+            await self._taken.wait()
 
     def say(self, frame: Frame) -> None:
         """Send a frame now, whatever else waits."""
@@ -87,6 +98,7 @@ class Edge:
             self._why = why
             self._out.clear()
             self._more.set()
+            self._taken.set()
             with contextlib.suppress(OSError):
                 self._writer.close()
             transport = self._writer.transport
@@ -106,12 +118,13 @@ class Edge:
             if await self._reader.readexactly(1) != peer_role:
                 raise wire.RingError("the edge's role byte is not the peer's")
             while True:
-                frame = await wire.read_frame(self._reader)
-                self._heard = self._clock()
+                frame = await wire.read_frame(self)
                 if self.closed:
                     break
                 self._check_epoch(frame, hello.epoch)
+                self._listening = False
                 await self._take(frame, hello.epoch, on_frame)
+                self._heard, self._listening = self._clock(), True
             return self._why
         except StaleError:
             raise
@@ -124,6 +137,20 @@ class Edge:
                 task.cancel()
             await asyncio.gather(sending, watching, return_exceptions=True)
             self.close("it ended")
+
+    async def readexactly(self, n: int) -> bytes:
+        """As of a stream. Whatever comes is a sign of life: a large frame may take a slow link longer than silence may
+        last."""
+        data = bytearray()
+        while len(data) < n:
+            piece = await self._reader.read(n - len(data))
+            if not piece:
+                raise asyncio.IncompleteReadError(bytes(data), n)
+            self._heard = self._clock()
+            if len(piece) == n:
+                return piece
+            data += piece
+        return bytes(data)
 
     async def _take(self, frame: Frame, epoch: int, on_frame: OnFrame) -> None:
         match frame.kind:
@@ -159,6 +186,7 @@ class Edge:
                     frame = next(self._out[0], None)
                     if frame is None:
                         self._out.popleft()
+                        self._taken.set()
                         continue
                     self._writer.write(wire.encode(frame))
                     await self._writer.drain()
@@ -179,7 +207,7 @@ class Edge:
                 if not self.ready:
                     continue
                 silent_s = self._clock() - self._heard
-                if silent_s > self._silence_s:
+                if self._listening and silent_s > self._silence_s:
                     self.close(f"the peer said nothing for {silent_s:.0f} s")
                     return
                 self.say(Frame(FrameKind.PING, epoch, payload=_STAMP.pack(self._clock())))

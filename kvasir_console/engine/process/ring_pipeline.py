@@ -181,7 +181,8 @@ class RingPipeline:
 
         advanced = await self._compute.run(advance)
         for item, error in advanced.errors:
-            node.answers.fail(item.request_id, error)
+            if item.request_id in self._sequences:  # else it was closed meanwhile, and nobody would ever hear of it
+                node.answers.fail(item.request_id, error)
         node.pass_on(advanced, (math.ceil(took_s * 1e6), math.ceil((loop.time() - asked) * 1e6)))
         outcomes = [await _outcome(feed, answer) for feed, answer in zip(feeds, answers, strict=True)]
         for number in numbers:

@@ -283,8 +283,8 @@ class RingWindow:
             del held.history[position:]  # choices after a draft that was rejected
             try:
                 token = sample(row, held.sampling, position, held.history)
-            except KvasirError as error:
-                errors.append((item, error))
+            except Exception as error:  # what rank 0 told of this sequence may be anything
+                errors.append((item, as_engine_error(error)))
                 failed.add(item.request_id)
                 continue
             held.history.append(token)

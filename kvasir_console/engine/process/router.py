@@ -323,7 +323,8 @@ class Router:
         session, now = self._roster.get(key), self._clock()
         late_ms = session.pace.late_ms(len(part.pairs)) if session else 0.0
         part.asked.append(key)
-        worker = None if session is None else session.worker
+        # Whoever took its place just now may hold other layers: nothing is asked then.
+        worker = session.worker if session is not None and part.layer in session.worker.stats else None
         return Ask(key, part, now, now + min(late_ms / 1e3, self._timeout_s), worker)
 
     def ask(self, asks: Sequence[Ask]) -> None:
@@ -360,7 +361,10 @@ class Router:
         if session is None:
             return False  # it was caught, dropped or replaced while this answer waited
         worker, stats = session.worker, session.worker.stats[part.layer]
-        if part.cross is not None and stats.proven:
+        cross = self._roster.get(part.cross)
+        # Who answers instead of whoever was late may be the very one who was to be asked for a check.
+        stranger = cross is None or cross.worker.wallet != worker.wallet
+        if part.cross is not None and stats.proven and stranger:
             one = Answered(worker, values[part.drawn])
             self._loop.call_soon_threadsafe(self._spawn, self._cross_check(part, part.drawn, one))
             self._accounts.pay(stats, part.request)

@@ -6,11 +6,15 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from kvasir_console.engine.experts import ExpertBank
 from kvasir_console.engine.process.link import F32Array
 from kvasir_console.relay.wire.dispatch import Request
 from kvasir_console.relay.wire.dispatch_v3 import HeldSlice
+
+BLOCK_PAIRS = 8192
+"""Pairs that are computed at a time: the outputs of all pairs of a request may take a thousand times its own bytes."""
 
 
 @dataclass(slots=True)
@@ -67,6 +71,27 @@ def expert_reply(bank: ExpertBank, request: Request, begin: int) -> F32Array:
         out = bank.outputs(rows, row_idx, ids)
     else:
         weights = torch.from_numpy(np.array(request.weights, dtype=np.float32))
-        out = bank.weighted_sum(rows, row_idx, ids, weights)
+        out = _weighted_sum(bank, rows, row_idx, ids, weights)
     values: F32Array = out.cpu().numpy()
     return values
+
+
+def _weighted_sum(bank: ExpertBank, rows: Tensor, row_idx: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """``bank.weighted_sum``, of many pairs row after row: a row's are summed at once if a block holds them."""
+    if len(ids) <= BLOCK_PAIRS:
+        return bank.weighted_sum(rows, row_idx, ids, weights)
+    order = torch.argsort(row_idx, stable=True)
+    by_row = row_idx[order]
+    out = torch.zeros(rows.shape[0], bank.n_embd)
+    begin = 0
+    while begin < len(order):
+        end = min(begin + BLOCK_PAIRS, len(order))
+        if end < len(order):
+            cut = int(torch.searchsorted(by_row, by_row[end]))  # where the row begins that would be cut
+            end = cut if cut > begin else end
+        some = order[begin:end]
+        first, last = int(by_row[begin]), int(by_row[end - 1]) + 1
+        sums = bank.weighted_sum(rows[first:last], row_idx[some] - first, ids[some], weights[some])
+        out[first:last] += sums.to(out.device)
+        begin = end
+    return out

@@ -116,7 +116,8 @@ def gather(
                     total.remote(part.pairs, part.sent, part.answer)
                     on_remote(part.pairs)
         if open_parts:
-            late_at = min((ask.late_at for part in open_parts for ask in part.asks), default=clock())
+            # A part is looked at anew when the last of its asks is late; those that are late already wake nobody.
+            late_at = min(max(ask.late_at for ask in part.asks) for part in open_parts)
             with released():
                 woken.wait(max(0.0, late_at - clock()))
 

@@ -292,7 +292,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         asyncio.run(run(arguments))
     except KvasirError as error:
-        print(error, file=sys.stderr)
+        print(
+            f"kvasir-payout: {error.message}", *([f"  {error.hint}"] if error.hint else []), sep="\n", file=sys.stderr
+        )
         return error.exit_code
     return ExitCode.OK
 

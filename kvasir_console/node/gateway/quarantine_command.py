@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from kvasir_console.config import Config
 from kvasir_console.errors import ExitCode, LedgerError, UsageError
 from kvasir_console.node.gateway.quarantine import Case, Quarantines
-from kvasir_console.node.gateway.store import Store
+from kvasir_console.node.gateway.store import Store, sqlite_file
 from kvasir_console.paths import Paths
 from kvasir_console.wallet.terminal import confirm, controlling_terminal, require
 
@@ -31,14 +31,15 @@ def run(arguments: argparse.Namespace, config: Config) -> int:
 
 
 def _open(config: Config, paths: Paths) -> Store:
-    file = paths.data / "gateway.sqlite"
-    if not config.gateway.database and not file.exists():
+    url = config.gateway.database or f"sqlite:///{paths.data / 'gateway.sqlite'}"
+    file = sqlite_file(url)
+    if file is not None and not file.exists():  # opening it would make one, in which nobody is quarantined
         raise UsageError(
             "no_gateway_here",
             f"There is no gateway's database at {file}.",
-            "Run this with the gateway's KVASIR_HOME, or set gateway.database.",
+            "Run this with the gateway's KVASIR_HOME, or correct gateway.database.",
         )
-    return Store.open(config.gateway.database or f"sqlite:///{file}")
+    return Store.open(url)
 
 
 def _show(cases: Sequence[Case], arguments: argparse.Namespace) -> int:

@@ -192,6 +192,7 @@ class Standbys:
                     "layers": [stage.begin, stage.end],
                     "wallet": stage.wallet,
                     "connected": stage.wallet in connected,
+                    "seen": stage.wallet in self._watches[ring_id].seen,
                     "gone_s": None if stage.wallet in connected else round(gone.get(stage.rank, 0.0), 1),
                     "replicas": [{"wallet": each, "ready": each in ready} for each in stage.replicas],
                 }

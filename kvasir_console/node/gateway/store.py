@@ -22,7 +22,7 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy import event
 from sqlalchemy.engine import URL, Connection, Engine, make_url
-from sqlalchemy.exc import DataError, OperationalError, SQLAlchemyError
+from sqlalchemy.exc import DataError, DBAPIError, OperationalError, SQLAlchemyError
 from sqlalchemy.pool import ConnectionPoolEntry
 
 from kvasir_console.errors import LedgerError
@@ -50,6 +50,7 @@ NONCES_PER_WALLET = 16
 NONCES_PER_ADDRESS = 1_000
 DELEGATIONS_PER_WALLET = 16
 BUSY_TIMEOUT_MS = 10_000
+MAX_REASON = 300
 CONTENT_TTL_S = 30 * 86_400
 """How long the tokens of an answer are kept; the accounting row stays."""
 
@@ -129,8 +130,8 @@ class Store:
         """
         try:
             parsed = make_url(url)
-            if parsed.get_backend_name() == "sqlite" and parsed.database not in (None, "", ":memory:"):
-                Path(str(parsed.database)).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if (file := sqlite_file(url)) is not None:
+                file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             store = cls(make_engine(parsed))
             try:
                 with store.write() as connection:
@@ -144,7 +145,7 @@ class Store:
             cause = error.__cause__ if isinstance(error, LedgerError) else error
             raise LedgerError(
                 "store_unavailable",
-                f"The settlement database cannot be opened: {type(cause).__name__}.",
+                f"The settlement database cannot be opened: {_reason(cause)}.",
                 "Check gateway.database, and that its folder or server can be written to.",
             ) from error
         return store
@@ -386,6 +387,30 @@ def _set_up(connection: Connection) -> None:
     for step in range(int(found), SCHEMA_VERSION):
         _UPGRADES[step](connection)
     connection.execute(facts.update().where(version).values(value=str(SCHEMA_VERSION)))
+
+
+def sqlite_file(url: str) -> Path | None:
+    """The file of an SQLite database; ``None`` for another kind, for one in memory, and for what is no URL."""
+    try:
+        parsed = make_url(url)
+    except SQLAlchemyError:
+        return None
+    if parsed.get_backend_name() != "sqlite" or parsed.database in (None, "", ":memory:"):
+        return None
+    return Path(str(parsed.database))
+
+
+def _reason(error: BaseException | None) -> str:
+    """Why a database cannot be opened, in the driver's words: those name no password, and SQLAlchemy's may."""
+    if isinstance(error, DBAPIError) and error.orig is not None:
+        lines = str(error.orig).strip().splitlines()
+        return lines[0].strip()[:MAX_REASON].rstrip(".") if lines else type(error.orig).__name__
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return {
+        "ArgumentError": "that is no database's URL",
+        "NoSuchModuleError": "no driver for that kind of database is known",
+    }.get(type(error).__name__, type(error).__name__)
 
 
 def make_engine(url: URL) -> Engine:

@@ -210,6 +210,7 @@ async def test_a_directory_others_may_enter_is_refused(vault_file, runtime):
         subprocess.run, arguments(vault_file, runtime / "signer.sock"), capture_output=True, text=True, timeout=60
     )
     assert ended.returncode == ExitCode.WALLET
+    assert "folder of its own" in ended.stderr
     assert "chmod 700" in ended.stderr
 
 

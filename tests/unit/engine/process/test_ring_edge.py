@@ -105,6 +105,64 @@ async def test_a_peer_that_says_nothing_is_given_up_and_one_that_only_pings_is_n
         await tasks[1]
 
 
+async def test_a_peer_whose_frame_takes_longer_than_silence_may_last_is_not_silent() -> None:
+    """A slow link: bytes of one frame keep coming, for four times as long."""
+    now = 0.0
+    came: list[Frame] = []
+
+    async def keep(edge: Edge, frame: Frame) -> None:
+        await ready(edge, frame)
+        came.append(frame)
+
+    async with pair() as (mine, (_, writer)):
+        edge = Edge("prev", *mine, ping_s=0.01, silence_s=0.1, clock=lambda: now)
+        running = asyncio.create_task(edge.run(b"N", b"P", hello(), keep))
+        writer.write(b"P" + wire.encode(hello()))
+        await until(lambda: edge.ready)
+        frame = Frame(FrameKind.HIDDEN, 3, (wire.Item(1, rows=10),), bytes(4000))
+        data = wire.encode(frame)
+        for at in range(0, len(data), 150):
+            writer.write(data[at : at + 150])
+            now += 0.015  # less than a pause of this process would be
+            await asyncio.sleep(0.02)  # the watch looks
+        await until(lambda: came[-1] == frame)
+        assert edge.ready
+        while not running.done():
+            now += 0.015
+            await asyncio.sleep(0.02)
+        assert "said nothing" in await running
+
+
+async def test_a_peer_that_is_not_read_is_not_taken_for_silent() -> None:
+    """What came waits for room here: that says nothing about the peer."""
+    now = 0.0
+    room = asyncio.Event()
+    came: list[FrameKind] = []
+
+    async def wait(edge: Edge, frame: Frame) -> None:
+        came.append(frame.kind)
+        await ready(edge, frame)
+        if frame.kind is FrameKind.ROLL:
+            await room.wait()
+
+    async with pair() as (mine, (reader, writer)):
+        edge = Edge("prev", *mine, ping_s=0.01, silence_s=0.1, clock=lambda: now)
+        running = asyncio.create_task(edge.run(b"N", b"P", hello(), wait))
+        writer.write(b"P" + wire.encode(hello()) + wire.encode(Frame(FrameKind.ROLL, 3)))
+        await until(lambda: FrameKind.ROLL in came)
+        for _ in range(25):
+            now += 0.015
+            await asyncio.sleep(0.02)
+        await reader.readexactly(1)
+        await wire.read_frame(reader)
+        assert (await wire.read_frame(reader)).kind is FrameKind.PING  # and the peer hears that we are there
+        writer.write(wire.encode(Frame(FrameKind.HELD, 3)))
+        room.set()
+        await until(lambda: FrameKind.HELD in came)
+        writer.close()
+        await running
+
+
 async def test_an_edge_waits_for_a_peer_that_has_not_come_yet() -> None:
     async with pair() as (mine, (_, writer)):
         edge = Edge("next", *mine, ping_s=0.01, silence_s=0.02)

@@ -91,6 +91,33 @@ async def test_frames_that_are_all_table_count_while_they_wait(monkeypatch: pyte
     await leave(node, writers, tasks)
 
 
+async def test_what_is_passed_on_does_not_pile_up_before_a_successor_that_is_slower(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each item of a RELEASE goes on in a frame of its own, for whatever sequence."""
+    monkeypatch.setattr(ring_module, "INBOX_BYTES", 2**22)
+    node, _, writers, tasks = await neighbours(1)
+    writers["next"].write(b"".join(wire.encode(frame) for frame in wire.encode_held(1, {})))
+    await until(lambda: node.rows.live)
+    tasks[1].cancel()  # the successor reads no more
+    edge = node._next
+    assert edge is not None
+    release = wire.encode(Frame(FrameKind.RELEASE, 1, tuple(Item(each, rows=0) for each in range(wire.MAX_ITEMS))))
+    sent, stuck = 0, False
+    while not stuck and sent < 100:
+        writers["prev"].write(release)
+        sent += 1
+        try:
+            await asyncio.wait_for(writers["prev"].drain(), 0.5)
+        except TimeoutError:
+            stuck = True
+    assert stuck
+    assert len(edge._out) <= 2 * wire.MAX_ITEMS
+    edge.close("the successor is gone")  # nobody waits for it then
+    await until(lambda: not node._inbox.qsize())
+    await leave(node, writers, tasks)
+
+
 async def test_a_successor_cannot_hold_more_sequences_than_a_ring_runs() -> None:
     node, _, writers, tasks = await neighbours(1)
     held = {key: Held(0, 0, 0) for key in range(MAX_RING_SEQUENCES + 1)}

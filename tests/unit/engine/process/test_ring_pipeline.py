@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
-from kvasir_console.engine.process.ring_pipeline import MAX_GROUPS, Walk, _numbers
+from kvasir_console.engine.process.answers import Answers
+from kvasir_console.engine.process.pipeline import Feed, SequenceParams
+from kvasir_console.engine.process.ring_pipeline import MAX_GROUPS, RingPipeline, Walk, _numbers
+from kvasir_console.engine.process.ring_window import Advanced
+from kvasir_console.engine.sampling import SamplingParams
+from kvasir_console.errors import EngineError
 
 
 def walk_of(size: int, network_s: float, slowest_s: float, waited_s: float = 0.0) -> Walk:
@@ -43,3 +51,40 @@ def test_before_anything_is_measured_every_rank_has_a_group() -> None:
 
 def test_numbers_of_steps_go_round_without_0() -> None:
     assert list(itertools.islice(_numbers(2**32 - 2), 4)) == [2**32 - 2, 2**32 - 1, 1, 2]
+
+
+async def test_the_error_of_a_request_that_is_closed_in_the_middle_of_a_step_is_not_its_successors() -> None:
+    """A request with a key that is cancelled while its rows are computed, and asked for again."""
+    answers = Answers(10)
+    nothing: Any = lambda *_: None  # noqa: E731
+    node: Any = SimpleNamespace(
+        config=SimpleNamespace(rank=0, size=2),
+        answers=answers,
+        broken=False,
+        rows=SimpleNamespace(admit=nothing),
+        window=SimpleNamespace(admit=nothing),
+        post_next=nothing,
+        pass_on=nothing,
+        release=nothing,
+    )
+    stage: Any = SimpleNamespace(embed=lambda tokens: tokens)
+
+    class Here:
+        async def run(self, function: Any) -> Any:
+            return function()
+
+    compute: Any = Here()
+    pipeline = RingPipeline(node, stage, compute)
+    sequence = await pipeline.open(SequenceParams(SamplingParams(), 8, (1, 2), key=5))
+
+    def advance(items: Any, rows: torch.Tensor) -> Advanced:
+        with pytest.raises(StopIteration):  # it awaits nothing
+            pipeline.close(sequence).send(None)
+        return Advanced((), rows[:0], [], [(items[0], EngineError("released", "The sequence was released."))])
+
+    node.window.advance = advance
+    found: list[Any] = []
+    await pipeline.run([Feed(sequence, [1, 2], 0, 1)], lambda outcomes: found.extend(outcomes) or [])
+    assert isinstance(found[0], EngineError)
+    await pipeline.open(SequenceParams(SamplingParams(), 8, (1, 2), key=5))
+    assert not answers.expect(5, 1, 2, 1).done()

@@ -130,6 +130,16 @@ def test_a_sequence_that_skips_rows_is_refused_and_no_other(stage: Stage) -> Non
     assert advanced.items == (items[1],)
 
 
+def test_a_history_that_nobody_can_choose_after_ends_its_sequence_and_no_other(stage: Stage) -> None:
+    ring = window(stage)
+    admit(ring, 1, [5, 4_000_000_000])
+    admit(ring, 2, [5, 6])
+    items = [Item(1, 0, 0, 2, WANT_TOKEN), Item(2, 0, 0, 2, WANT_TOKEN)]
+    advanced = ring.advance(items, stage.embed(torch.tensor([5, 6, 5, 6])))
+    assert [item for item, _ in advanced.errors] == [items[0]]
+    assert [item for item, _ in advanced.tokens] == [items[1]]
+
+
 def refill(request_id: int, begin: int, end: int) -> Item:
     return Item(request_id, 0, begin, end - begin, REFILL | WANT_TOKEN)
 

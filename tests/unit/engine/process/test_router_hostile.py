@@ -109,10 +109,14 @@ def join(router: Router, stage: Stage, name: str, how: Any, *, wallet: str = "w"
     return worker
 
 
-async def step(router: Router, rows: int = 6, layer: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """A layer's step: what the router gives, and what the local experts give."""
+async def step(
+    router: Router, rows: int = 6, layer: int = 0, *, infinite: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A layer's step: what the router gives, and what the local experts give. One row may be ``infinite``."""
     rng = np.random.default_rng(rows)
     x = torch.from_numpy(rng.standard_normal((rows, 64)).astype(np.float32))
+    if infinite:
+        x[2, 5] = torch.inf
     ids = torch.from_numpy(np.argsort(rng.random((rows, N_EXPERT)), axis=1)[:, :2].copy())
     weights = torch.from_numpy(rng.random((rows, 2)).astype(np.float32))
     found = await asyncio.to_thread(router._compute, layer, x, ids, weights, StepTally([True] * rows))
@@ -178,6 +182,63 @@ async def test_a_check_that_another_wallets_worker_does_not_answer_is_made_here(
     await step(router)  # what is in doubt is settled at the next occasion
     assert router._accounts.quarantined("a", "w") is (other is not crooked)
     assert not router._accounts.quarantined("b", "v") or other is crooked
+
+
+async def test_nobody_checks_an_answer_of_his_own(stage: Stage) -> None:
+    """The worker that was to be asked for the drawn rows answers instead of one that is late, and lies both times."""
+    router = router_of(stage, check_share=1.0, hedge_share=1.0, dispatch=Dispatch.ELASTIC, busy_streams=1)
+    router.observe(4)
+    go = asyncio.Event()
+
+    async def late(request: dispatch.Request, right: np.ndarray) -> np.ndarray:
+        await go.wait()
+        raise ConnectionResetError
+
+    join(router, stage, "a", late)
+    liar = join(router, stage, "b", crooked, wallet="v")
+    fast, slow = router._roster.get("a@w"), router._roster.get("b@v")
+    assert fast is not None
+    assert slow is not None
+    for _ in range(20):
+        fast.pace.record(12, 1.0)
+        slow.pace.record(12, 5000.0)
+    found, due = await step(router)
+    assert liar.requests, "nobody was asked instead of who is late"
+    assert torch.equal(found, due)
+    assert router._accounts.quarantined("b", "v")
+    assert liar.stats[0].paid_bytes == 0
+    go.set()
+    await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("policy", [{"trial_pairs": 64}, {"check_share": 1.0}], ids=["on trial", "proven"])
+async def test_rows_that_no_kernel_carries_convict_nobody(stage: Stage, policy: dict[str, Any]) -> None:
+    """A ring's stage gets its rows from a stranger, whose infinite one makes right answers no numbers."""
+    router = router_of(stage, **policy)
+    worker = join(router, stage, "a", honest)
+    found, due = await step(router, infinite=True)
+    torch.testing.assert_close(found, due, rtol=0, atol=0, equal_nan=True)
+    assert worker.requests
+    assert not router._accounts.quarantined("a", "w")
+    await step(router)
+    assert worker.stats[0].checked_pairs > 0  # and the next answer is looked at
+
+
+async def test_a_worker_that_comes_back_with_another_layer_while_it_is_about_to_be_asked(stage: Stage) -> None:
+    router = router_of(stage, check_share=1.0)
+    worker = join(router, stage, "a", honest)
+    back: list[Any] = []
+
+    def and_come_back(n_rows: int, n_pairs: int) -> bool:
+        if not back:
+            back.append(join(router, stage, "a", honest, layer=1))
+        return True
+
+    worker.fits = and_come_back
+    found, due = await step(router)
+    assert back
+    assert torch.equal(found, due)
+    assert not back[0].requests
 
 
 async def test_who_is_late_on_purpose_cannot_know_which_row_is_looked_at(stage: Stage) -> None:
@@ -249,3 +310,18 @@ def test_slices_that_did_nothing_make_room_and_those_that_worked_stay(monkeypatc
     fresh = dataclasses.replace(worked)
     assert isinstance(fresh, SessionStats)
     assert fresh.requests == 1
+
+
+def test_one_session_cannot_have_all_accounts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It works a little with each dial, for another slice each time."""
+    monkeypatch.setattr(accounts_module, "MAX_OF_SESSION", 20)
+    accounts = Accounts(0)
+    request = dispatch.Request(
+        Wire.V3, np.ones((1, 4), np.float32), np.zeros(1, np.int32), np.zeros(1, np.int32), np.ones(1, np.float32)
+    )
+    for end in range(1, 21):
+        accounts.pay(accounts.of("busy", "v", Slice(2, 0, end)), request)
+    with pytest.raises(ValueError, match="20 slices already"):
+        accounts.of("busy", "v", Slice(2, 0, 21))
+    assert accounts.of("busy", "v", Slice(2, 0, 20)).requests == 1
+    accounts.of("honest", "v", Slice(2, 0, 21))

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Sequence
+from unittest import mock
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvasir_console.engine.process import star
 from kvasir_console.engine.process.star import Ask, Part, gather
 from kvasir_console.engine.process.sums import F32, GroupedSum, Pairs
 from kvasir_console.relay.wire import dispatch
@@ -142,6 +146,34 @@ def test_a_late_answer_is_asked_of_a_replica_and_left_to_be_paid() -> None:
     assert desk.accepted == ["b"]
     assert desk.left == ["a"]
     assert here == len(pairs_of(6)) - int((pairs_of(6).ids == 0).sum())
+
+
+def test_who_is_late_already_does_not_keep_the_wait_for_another_awake() -> None:
+    """Time passes only as it is waited for: with a deadline in the past the wait would end at once, again and again."""
+    waited: list[float] = []
+    desk = ScriptedDesk({"a": "never", "b": "never"}, ["b"])
+
+    class Waiting(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            assert timeout is not None
+            waited.append(timeout)
+            assert len(waited) < 10
+            desk.now += timeout
+            return False
+
+    with mock.patch.object(star.threading, "Event", Waiting):
+        mine = pairs_of(6)
+        total = GroupedSum(torch.zeros(6, D))
+        sent, row_idx = total.frame(mine)
+        rows = np.zeros((len(sent), D), dtype=np.float32)
+        request = dispatch.Request(Wire.V2, rows, row_idx.astype("i4"), mine.ids.astype("i4"), mine.weights)
+        part = Part(0, mine, sent, row_idx, request, np.arange(0))
+        part.asks.append(desk.make_ask("a", part))
+        desk.ask(part.asks)
+        nothing: Callable[[Pairs], None] = lambda _: None  # noqa: E731
+        gather(desk, [part], total, nothing, lambda: desk.now, contextlib.nullcontext, nothing, nothing)
+    assert desk.asked == ["a", "b"]
+    assert waited == pytest.approx([0.01, 0.01])  # once for each of them
 
 
 def test_without_a_replica_a_late_answer_is_computed_here() -> None:

@@ -75,6 +75,14 @@ def test_without_a_gateways_database_that_is_said(capsys: pytest.CaptureFixture[
     assert not (Paths.from_environment().data / "gateway.sqlite").exists()
 
 
+def test_a_mistyped_database_is_no_empty_one(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "folder" / "gatway.sqlite"
+    code, out, err = answer(capsys, "list", "--set", f"gateway.database=sqlite:///{file}")
+    assert (code, out) == (ExitCode.USAGE, "")
+    assert str(file) in err
+    assert not file.parent.exists()
+
+
 class nobody:
     def __enter__(self) -> None:
         return None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -14,18 +16,22 @@ import pytest
 import sqlalchemy as sa
 from gateway_parts import ALICE, BOB, CAROL, DENSE, DOMAIN, NOW, Clock, Wallet, tiny_models
 
+from kvasir_console import cli
 from kvasir_console.config import ServedModel
-from kvasir_console.errors import LedgerError, UsageError
+from kvasir_console.errors import ExitCode, LedgerError, UsageError
+from kvasir_console.node.gateway import rings_command
 from kvasir_console.node.gateway.app import make_app
 from kvasir_console.node.gateway.catalog import read_catalog
 from kvasir_console.node.gateway.census import Census
 from kvasir_console.node.gateway.coverage import parse_report
+from kvasir_console.node.gateway.httpserver import serving
 from kvasir_console.node.gateway.identity import Identity, Secrets
 from kvasir_console.node.gateway.plans import make_rings
 from kvasir_console.node.gateway.rings_command import describe
 from kvasir_console.node.gateway.standbys import READY_S, Standbys
 from kvasir_console.node.gateway.store import Store
 from kvasir_console.node.placement.plan import verify_plan
+from kvasir_console.paths import Paths
 from kvasir_console.relay.closing import CloseCode
 from kvasir_console.relay.hub import SessionCount
 
@@ -227,6 +233,7 @@ async def test_the_operator_sees_and_moves_with_the_service_token_only(gateway: 
         after = (await client.get("/api/rings")).json()
         assert after["rings"][0]["stages"][1]["wallet"] == CAROL.address
         assert [each["why"] for each in after["moves"]] == ["the operator asked for it"]
+        assert f" {DENSE} rank 1 moved from" in describe(after)
         assert f"moved from {BOB.address} to {CAROL.address}, generation 2" in describe(after)
         assert json.loads(gateway.rings[DENSE].text)["generation"] == 2
 
@@ -249,3 +256,85 @@ async def test_a_move_that_cannot_be_is_refused(
         await gateway.standbys.move(ring_id, rank, wallet, "a test")
     assert caught.value.code == code
     assert gateway.plan.generation == 1
+
+
+# The operator's command, against a gateway that answers on its socket.
+
+
+async def told(
+    gateway: Gateway, tmp_path: Path, capsys: pytest.CaptureFixture[str], *arguments: str
+) -> tuple[int, str]:
+    """Exit code and what is said, on stdout or, refused, on stderr."""
+    socket = Paths.from_environment().ensure().runtime / "gateway.http"
+    token = f"gateway.service_token_file={tmp_path / 'secrets' / 'service-token'}"
+    async with serving(make_app(gateway.standbys.routes()), socket):
+        code = await asyncio.to_thread(cli.main, ["--set", token, "rings", *arguments])
+    out, err = capsys.readouterr()
+    assert bool(out) != bool(err)
+    return code, out or err
+
+
+async def test_the_command_tells_who_is_gone_who_is_awaited_and_what_moved_when(
+    gateway: Gateway, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+    gateway.connected(ALICE)
+    await gateway.standbys.look()
+    gateway.clock.now += 12
+    code, out = await told(gateway, tmp_path, capsys)
+    assert (code, "awaited for 12 s" in out) == (ExitCode.OK, True)
+    code, out = await told(gateway, tmp_path, capsys, "--move", "1", "--to", CAROL.address)
+    assert code == ExitCode.OK
+    moment = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(gateway.clock.now))
+    assert f"{moment} {DENSE} rank 1 moved from {BOB.address} to {CAROL.address}" in out
+    assert "gone for 0 s" in out
+    code, out = await told(gateway, tmp_path, capsys, "--json")
+    assert (code, json.loads(out)["rings"][0]["generation"]) == (ExitCode.OK, 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--move", "7", "--to", CAROL.address), ("ranks 0 to 1", "kvasir-console rings")),
+        (("--move", "1", "--to", "nobody"), ("'nobody' is not a wallet", "kvasir-console rings")),
+        (("--move", "1", "--to", BOB.address), ("serves a window", "kvasir-console rings")),
+        (("--move", "1", "--to", CAROL.address, "--ring", "other"), ("'other'", DENSE)),
+        (("--move", "1"), ("--to WALLET",)),
+        (("--to", CAROL.address), ("--move RANK",)),
+        (("--ring", DENSE), ("--move",)),
+    ],
+)
+async def test_the_command_says_why_nothing_moved(
+    gateway: Gateway, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], words: tuple[str]
+) -> None:
+    code, err = await told(gateway, tmp_path, capsys, *arguments)
+    assert (code, len(err.splitlines())) == (ExitCode.USAGE, 2)
+    assert [word for word in words if word not in err] == []
+    assert gateway.plan.generation == 1
+
+
+async def test_another_service_token_is_named_as_the_cause(
+    gateway: Gateway, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "secrets" / "service-token").write_text("another-token-of-thirty-two-letters")
+    code, err = await told(gateway, tmp_path, capsys)
+    assert (code, "gateway.service_token_file" in err) == (ExitCode.USAGE, True)
+
+
+async def test_a_gateway_that_hangs_is_not_one_that_does_not_run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rings_command, "TIMEOUT_S", 0.1)
+    listener = await asyncio.start_unix_server(
+        lambda *_: None, Paths.from_environment().ensure().runtime / "gateway.http"
+    )
+    assert await asyncio.to_thread(cli.main, ["rings"]) == ExitCode.NETWORK
+    assert "has not answered for 0.1 s" in capsys.readouterr().err
+    listener.close()
+
+
+def test_without_a_gateway_the_command_says_how_to_start_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["rings", "--json"]) == ExitCode.NETWORK
+    out, err = capsys.readouterr()
+    assert (out, "kvasir-console gateway" in err) == ("", True)

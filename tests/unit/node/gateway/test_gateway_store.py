@@ -285,11 +285,28 @@ def test_gateways_that_start_at_once_make_one_database(url: str) -> None:
         each.close()
 
 
-@pytest.mark.parametrize("bad", ["nonsense", "sqlite:////proc/none/x.sqlite", "nodatabase://x"])
-def test_a_database_that_cannot_be_opened_is_named(bad: str) -> None:
+@pytest.mark.parametrize(
+    ("bad", "why"),
+    [
+        ("nonsense", "no database's URL"),
+        ("sqlite:////proc/none/x.sqlite", "No such file"),
+        ("nodatabase://x", "no driver"),
+        ("postgresql://kvasir:hunter2@127.0.0.1:1/x", "efused"),
+        ("postgresql://kvasir@127.0.0.1:1/x?password=hunter2&sslmode=odd", "sslmode"),
+    ],
+)
+def test_a_database_that_cannot_be_opened_is_told_with_its_cause(bad: str, why: str) -> None:
     with pytest.raises(LedgerError) as caught:
         Store.open(bad)
     assert caught.value.code == "store_unavailable"
+    assert why in caught.value.message
+    assert "hunter2" not in str(caught.value)
+
+
+def test_a_file_that_is_no_database_is_told_so(tmp_path: Path) -> None:
+    (tmp_path / "letter").write_text("Dear reader, " * 100)
+    with pytest.raises(LedgerError, match="not a database"):
+        Store.open(f"sqlite:///{tmp_path / 'letter'}")
 
 
 def test_what_a_database_cannot_hold_is_an_error_of_ours(store: Store, url: str) -> None:

@@ -30,7 +30,7 @@ from kvasir_console.errors import KvasirError
 from kvasir_console.node.gateway.backends import BackendInfo, RingBackend
 from kvasir_console.node.gateway.generation import Generation
 from kvasir_console.node.gateway.slots import Slots
-from kvasir_console.relay import hub
+from kvasir_console.relay import direct, hub
 from kvasir_console.relay.counting import OwnCount, Tally
 from kvasir_console.relay.http_requests import HeadError, RequestHead
 from kvasir_console.relay.server_socket import ServerSocket
@@ -543,6 +543,28 @@ def hub_session() -> Target:
     return Target("hub: a dial and its WebSocket", samples, read, factor=12)
 
 
+def direct_greeting() -> Target:
+    """Whoever knocks at a node that listens for its neighbour."""
+    longest = direct.encode_greeting("r" * direct.MAX_RING_BYTES, 2**16 - 1, bytes(32))
+    samples = (direct.encode_greeting("ring", 1, bytes(range(32))), longest)
+
+    async def once(pieces: list[bytes]) -> bool:
+        reader = asyncio.StreamReader()
+        feeding = asyncio.ensure_future(fed(reader, pieces))
+        try:
+            name, edge, ticket = await direct.read_greeting(reader)
+        except (EOFError, ValueError):
+            return False
+        finally:
+            await feeding
+        assert len(name.encode()) <= direct.MAX_RING_BYTES
+        assert 0 <= edge < 2**16
+        assert len(ticket) == direct.TICKET_BYTES
+        return True
+
+    return Target("direct edges: who knocks", samples, lambda pieces: run(once(pieces)))
+
+
 def counts() -> Target:
     """The headers by which both ends of a session agree on bytes."""
     samples = (b"0123456789abcdef 12", b"0123456789abcdef 12 7", b"fedcba9876543210 0 0")
@@ -573,5 +595,6 @@ def targets() -> list[Target]:
         ring_entry(),
         ring_limits(),
         hub_session(),
+        direct_greeting(),
         counts(),
     ]

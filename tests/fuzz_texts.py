@@ -32,6 +32,7 @@ from kvasir_console.node.gateway.idempotency import name_request
 from kvasir_console.node.market import Market
 from kvasir_console.node.placement.plan import Plan, PlannedStage, sign_plan, verify_plan
 from kvasir_console.node.statements import _check_end, _signed
+from kvasir_console.relay.direct import parse_address
 from kvasir_console.relay.http_requests import HeadError, RequestStream
 from kvasir_console.relay.wire import signed, statement
 from kvasir_console.relay.wire.stage_report import SliceWork, StageReport, check_growth, check_passed
@@ -353,6 +354,7 @@ def bodies() -> list[Target]:
     report = [
         {"worker_id": "box-1", "model": "m", "segments": [[0, 0, 8], [1, 2, 4]], "wires": ["v2", "v3"], "os": "linux"},
         {"worker_id": "box 2", "model": "a/b", "segments": [[0, 0.0, 8]], "url": "relay:expert-a", "backend": "cpu"},
+        {"worker_id": "b", "model": "m", "direct": {"address": "h:1", "certificate": CERTIFICATE}, "direct_live": True},
     ]
     rows = [
         {"owner": WALLET, "node_id": "n", "micro_units": 5, "kind": "expert", "run_id": "e", "model": "m", "os": "x"},
@@ -373,6 +375,7 @@ def bodies() -> list[Target]:
         found = parse_report(body)
         assert len(found.windows) <= MAX_SEGMENTS
         assert all(0 <= each.begin < each.end < 2**31 for each in found.windows)
+        assert found.direct is None or parse_address(found.direct.address)[1] > 0
 
     def take_generate(body: dict[str, Any]) -> None:
         sampling_of(parse_request(body))
@@ -383,6 +386,9 @@ def bodies() -> list[Target]:
         body_reader("gateway: contributions", rows, lambda body: settle.parse_row(body) and None),
         body_reader("engine: generate requests", generate, take_generate),
     ]
+
+
+CERTIFICATE = "c" * 64
 
 
 def market() -> Target:
@@ -399,6 +405,11 @@ def market() -> Target:
         {"assigned": True, "model": "m", "layer": 1, "experts": [0, 4], "n_embd": 8, "n_layer": 2, "n_expert": 8},
         {"nonce": "ab" * 16, "message": "Kvasir", "node_token": "token", "expires_in": 60, "wallet": WALLET},
         {"wired": True, "session": "expert-a", "plans": [{"plan": {}, "signature": ""}], "claims": [{"id": 1}]},
+        {
+            "edges": [
+                {"ring": "r", "edge": 1, "role": "P", "ticket": "ab" * 32, "address": "h:1", "certificate": CERTIFICATE}
+            ]
+        },
         {"error": {"message": "no", "code": "not_admitted"}, "detail": "x", "code": "ring_busy"},
         page(1),
     ]
@@ -409,6 +420,7 @@ def market() -> Target:
         lambda m: m.volunteer("t", model="m", max_experts=4),
         lambda m: m.report("t", {}),
         lambda m: m.placements("t"),
+        lambda m: m.edges("t"),
         lambda m: m.statements("t", WORKER, 0),
         lambda m: m.claims(WALLET),
     )

@@ -144,6 +144,7 @@ def _ring(arguments: argparse.Namespace) -> int:
         tokens=arguments.tokens,
         pairs=arguments.pairs,
         threads=threads,
+        direct=arguments.direct,
         seed=arguments.seed,
     )
     report = asyncio.run(ring.run(plan, _say, _kept(arguments)))

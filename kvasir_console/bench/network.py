@@ -238,6 +238,16 @@ class RingNetwork:
             return False
         return sum(1 for each in await self.coverage() if each["connected"]) >= len(self.workers)
 
+    async def all_direct(self) -> bool:
+        """Whether every edge between ranks goes past the hub."""
+        return set(await self.edge_states()) == {"direct"}
+
+    async def edge_states(self) -> list[str]:
+        """Of both ends of each edge between ranks, as far as the nodes answer."""
+        seen = await asyncio.gather(*(stage.snapshot() for stage in self.stages))
+        relays = [relay for each in seen if each is not None for relay in each.relays]
+        return [relay.state for relay in relays if relay.session.split("/")[1].isdigit()]
+
     async def _standbys_ready(self) -> bool:
         if not self.standbys:
             return True

@@ -210,18 +210,30 @@ class DirectListener:
         self._greeting += 1
         try:
             async with asyncio.timeout(self._timeout_s):
-                magic, version, edge, length = _HEAD.unpack(await reader.readexactly(_HEAD.size))
-                if magic != _MAGIC or version != _VERSION or length > MAX_RING_BYTES:
-                    return None
-                ring = (await reader.readexactly(length)).decode("utf-8", "replace")
-                carry = self._admit(ring, edge, await reader.readexactly(TICKET_BYTES))
-        except (EOFError, OSError):  # a timeout is one too
+                ring, edge, ticket = await read_greeting(reader)
+        except (EOFError, OSError, ValueError):  # a timeout is one too
             return None
         finally:
             self._greeting -= 1
+        carry = self._admit(ring, edge, ticket)
         if carry is None:
             _log.info("a direct connection for edge %d of ring %.40r is refused", edge, ring)
         return carry
+
+
+def encode_greeting(ring: str, edge: int, ticket: bytes) -> bytes:
+    """What the dialler says first."""
+    name = ring.encode()
+    return _HEAD.pack(_MAGIC, _VERSION, edge, len(name)) + name + ticket
+
+
+async def read_greeting(reader: asyncio.StreamReader) -> tuple[str, int, bytes]:
+    """Ring, edge and ticket. Raises ``ValueError`` for what is no greeting, ``EOFError`` for half of one."""
+    magic, version, edge, length = _HEAD.unpack(await reader.readexactly(_HEAD.size))
+    if magic != _MAGIC or version != _VERSION or length > MAX_RING_BYTES:
+        raise ValueError("this is no greeting of version 1")
+    ring = (await reader.readexactly(length)).decode()
+    return ring, edge, await reader.readexactly(TICKET_BYTES)
 
 
 def same_ticket(one: bytes, other: bytes) -> bool:
@@ -267,10 +279,9 @@ async def dial(introduction: Introduction, *, loopback: bool, timeout_s: float =
                 f"Whoever answers at {where} has another certificate than the gateway named.",
                 "The edge goes through the relay; it is tried again.",
             )
-        ring = introduction.ring.encode()
         try:
             async with asyncio.timeout(timeout_s):
-                await end.write(_HEAD.pack(_MAGIC, _VERSION, introduction.edge, len(ring)) + ring + introduction.ticket)
+                await end.write(encode_greeting(introduction.ring, introduction.edge, introduction.ticket))
                 welcome = await reader.readexactly(1)
         except (EOFError, OSError):
             welcome = b""

@@ -26,18 +26,6 @@ def model(tmp_path: Path) -> Path:
     return write_model(tmp_path / "ring.gguf", Recipe())
 
 
-async def states(net: RingNetwork) -> list[str]:
-    """Of the two ends of each edge between ranks."""
-    seen = [await stage.snapshot() for stage in net.stages]
-    relays = [relay for each in seen if each is not None for relay in each.relays]
-    return [relay.state for relay in relays if relay.session.split("/")[1].isdigit()]
-
-
-async def all_direct(net: RingNetwork) -> bool:
-    found = await states(net)
-    return len(found) == 2 * len(WINDOWS) and set(found) == {"direct"}
-
-
 async def ask(net: RingNetwork, run: Run) -> Answer:
     def moved() -> None:
         run.pieces += 1
@@ -57,14 +45,14 @@ async def test_edges_go_past_the_relay_and_back_and_no_token_changes(model: Path
     async with RingNetwork(Layout(model, WINDOWS, max_requests=8), print, tmp_path / "relayed") as net:
         relayed = Batch([Run(each) for each in made])
         await all_of(net, relayed)
-        assert "direct" not in await states(net)  # nobody asked for it
+        assert "direct" not in await net.edge_states()  # nobody asked for it
     layout = Layout(model, WINDOWS, max_requests=8, direct=True)
     async with RingNetwork(layout, print, tmp_path / "direct") as net:
-        await net.wait_until(lambda: all_direct(net), "the edges do not go past the relay")
+        await net.wait_until(net.all_direct, "the edges do not go past the relay")
         batch = Batch([Run(each) for each in made])
         await all_of(net, batch)
         assert [run.tokens for run in batch.runs] == [run.tokens for run in relayed.runs]
-        assert await all_direct(net)
+        assert await net.all_direct()
 
         # The middle rank's engine dies with requests in flight: its edges end, and come back one way or the other.
         batch = Batch([Run(each) for each in made])
@@ -78,7 +66,7 @@ async def test_edges_go_past_the_relay_and_back_and_no_token_changes(model: Path
         assert [run.tokens for run in batch.runs] == [run.tokens for run in relayed.runs]
 
         # A neighbour that is stopped for good leaves no one waiting on a dead path.
-        await net.wait_until(lambda: all_direct(net), "the edges do not go past the relay again")
+        await net.wait_until(net.all_direct, "the edges do not go past the relay again")
         console = net.console_pid(net.stages[2].name)
         assert console is not None
         batch = Batch([Run(each) for each in made])

@@ -13,6 +13,7 @@ from kvasir_console.screens.frame import Builder, Frame
 from kvasir_console.screens.graph import Symbols
 from kvasir_console.screens.line import Role, width
 from kvasir_console.screens.reader import NodeView
+from kvasir_console.screens.verdict import verdict
 from kvasir_console.screens.views import earnings, header, holding, machine, nodes, phase, relay, throughput
 
 BUILDERS: dict[str, Builder] = {
@@ -199,6 +200,18 @@ def test_a_waiting_relay_shows_countdown_and_reason() -> None:
     shown = text("relay", replace(SERVING, relays=(waiting,)))
     assert "waiting for 3 s, again in 4 s" in shown
     assert "4404: the relay does not know this session" in shown
+
+
+def test_an_edge_past_the_relay_is_as_good_as_open() -> None:
+    direct = RelayView("ring/0/P", "direct", NOW_S - 65, None, 2048, 1024)
+    shown = text("relay", replace(SERVING, relays=(direct,)))
+    assert "● ring/0/P" in shown
+    assert "direct for 1 min" in shown
+    assert "rtt" not in shown
+    assert "2.00 KiB" in shown
+    assert verdict(replace(SERVING, relays=(direct,))) == verdict(SERVING)
+    aside = replace(direct, state="aside")
+    assert "no relay session is open" in verdict(replace(SERVING, relays=(aside,))).because
 
 
 def test_many_relays_are_shortened_then_counted() -> None:

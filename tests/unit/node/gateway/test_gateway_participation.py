@@ -7,16 +7,19 @@ import base64
 import itertools
 import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import gguf
 import pytest
-from gateway_parts import ALICE, BOB, CAROL, DENSE, MOE, N_EXPERT, N_LAYER, NOW, Gateway, gateway
+from gateway_parts import ALICE, BOB, CAROL, DENSE, MOE, N_EXPERT, N_LAYER, NOW, Gateway, Wallet, gateway
 
 from kvasir_console.config import ServedModel
 from kvasir_console.engine.checkpoint.digest import model_digest, source_digest
 from kvasir_console.engine.checkpoint.gguf import Checkpoint
 from kvasir_console.engine.checkpoint.shard import verify_shard, verify_stage
+from kvasir_console.node.gateway.census import STALE_S
 from kvasir_console.node.gateway.store import NONCE_TTL_S
 from kvasir_console.node.gateway.tables import nonces
 from kvasir_console.node.placement.plan import verify_plan
@@ -430,3 +433,45 @@ async def test_plans_are_signed_and_shown_to_whom_they_name(served: Gateway) -> 
     assert (plan.ring, plan.model, plan.generation) == (DENSE, DENSE, 1)
     service = (await served.client.get("/api/placement", headers=served.service)).json()["plans"]
     assert service == replies["alice"]
+
+
+async def test_neighbours_in_a_ring_are_introduced_and_nobody_else(served: Gateway) -> None:
+    assert (await served.client.get("/api/config")).json()["extensions"]["direct_edges"] == 1
+
+    async def told(wallet: Wallet) -> dict[tuple[int, str], dict[str, Any]]:
+        edges = (await served.client.get("/api/edges", headers=await served.token(wallet))).json()["edges"]
+        assert all(each["ring"] == DENSE for each in edges)
+        return {(each["edge"], each["role"]): each for each in edges}
+
+    async def report(wallet: Wallet, model: str = DENSE, **direct: object) -> None:
+        body = {"worker_id": f"of-{wallet.label}", "model": model, "segments": [], "direct": direct or None}
+        reply = await served.client.post("/api/expert-coverage", json=body, headers=await served.token(wallet))
+        assert reply.status_code == 200
+
+    place = {"address": "bob.example:7443", "certificate": "ab" * 32}
+    assert await told(CAROL) == {}
+    alice, bob = await told(ALICE), await told(BOB)
+    assert set(alice) == {(0, "P"), (1, "N")}
+    assert set(bob) == {(1, "P"), (0, "N")}
+    # Both ends of an edge have the same ticket, another than that of the other edge, and no address so far.
+    assert alice[0, "P"]["ticket"] == bob[0, "N"]["ticket"]
+    assert alice[1, "N"]["ticket"] == bob[1, "P"]["ticket"]
+    assert alice[0, "P"]["ticket"] != alice[1, "N"]["ticket"]
+    assert not any("address" in each for each in (*alice.values(), *bob.values()))
+
+    await report(BOB, **place)
+    assert {name: (await told(ALICE))[0, "P"][name] for name in place} == place
+    assert "address" not in (await told(BOB))[0, "N"]  # who listens is not told where others are
+    for wrong in ({"address": "bob.example:0"}, {"address": "http://x/"}, {"certificate": "zz"}, {"certificate": 5}):
+        await report(BOB, **(place | wrong))
+        assert "address" not in (await told(ALICE))[0, "P"]
+    await report(BOB, model="another", **place)
+    assert "address" not in (await told(ALICE))[0, "P"]
+    await report(BOB, **place)
+    served.clock.now += STALE_S + 1
+    assert "address" not in (await told(ALICE))[0, "P"]
+
+    moved = replace(served.rings[DENSE].plan, generation=2)
+    served.rings[DENSE] = replace(served.rings[DENSE], plan=moved)
+    assert (await told(ALICE))[0, "P"]["ticket"] != alice[0, "P"]["ticket"]
+    assert (await served.client.get("/api/edges")).status_code == 401

@@ -304,6 +304,7 @@ async def test_config_has_the_contracts_fields_and_the_extensions(served: Gatewa
         "wires": ["v1", "v2", "v2f16", "v3"],
         "relay_token_header": True,
         "placement": 1,
+        "direct_edges": 1,
         "signed_actions": 1,
         "delegation": 1,
         "statements": 1,

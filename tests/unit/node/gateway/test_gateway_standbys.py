@@ -145,6 +145,26 @@ async def test_who_came_and_left_between_two_looks_is_gone_and_who_came_before_t
         assert gateway.plan.generation == generation
 
 
+async def test_whose_edges_go_past_the_relay_is_there_as_long_as_it_says_so(gateway: Gateway) -> None:
+    def says(**fields: object) -> None:
+        body = {"worker_id": "of-bob", "model": DENSE, "segments": [], **fields}
+        gateway.census.report(BOB.address, parse_report(body), gateway.clock())
+
+    gateway.connected(ALICE)
+    for _ in range(4):
+        gateway.clock.now += GRACE_S / 2
+        says(direct_live=True)
+        gateway.reports(CAROL)
+        await gateway.standbys.look()
+        assert gateway.standbys.rings()[0]["stages"][1]["connected"]
+    for _ in range(5):
+        gateway.clock.now += GRACE_S / 2
+        says()
+        gateway.reports(CAROL)
+        await gateway.standbys.look()
+    assert gateway.plan.stage_of(CAROL.address).rank == 1
+
+
 async def test_who_reported_long_ago_is_passed_over_and_who_was_replaced_is_cut_off(gateway: Gateway) -> None:
     gateway.reports(CAROL)
     gateway.clock.now += READY_S + 1

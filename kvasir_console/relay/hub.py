@@ -33,6 +33,8 @@ __all__ = ["EXPERT_PATH", "RING_PATH", "Admission", "Authority", "Hub", "Refused
 
 EXPERT_PATH = "/api/expert-relay"
 RING_PATH = "/api/ring-relay"
+MAX_NAMES = 1024
+"""Most sessions of one wallet that are counted, ever: names are the node's to choose, and counts are never dropped."""
 _log = logging.getLogger(__name__)
 
 
@@ -64,6 +66,8 @@ class Hub:
         self._hold_bytes = hold_bytes
         self._now = now
         self._tallies: dict[tuple[str, str], Tally] = {}
+        self._names: dict[str, set[str]] = {}
+        """Session names of a wallet, once it dialled."""
         self._joints: dict[tuple[str, str, str, str], Joint] = {}
         self._live: dict[str, Session] = {}
         self._entries: dict[str, Session] = {}
@@ -204,6 +208,7 @@ class Hub:
         try:
             dial = _dial(request)
             session = Session(await self._admit(dial), ws)
+            self._check_name(session.admission)
         except Refused as refusal:
             return Ending(refusal.close_code, refusal.reason)
         ending = Ending(CloseCode.UPSTREAM, "the relay failed")
@@ -226,6 +231,15 @@ class Hub:
                 return await self._authority.admit(dial.path, dial.query, dial.token)
         except TimeoutError:
             raise Refused(CloseCode.UPSTREAM, "the relay is too busy") from None
+
+    def _check_name(self, admission: Admission) -> None:
+        """Raises ``Refused`` for yet another name of a wallet that has had many."""
+        names = self._names.setdefault(
+            admission.wallet, {key for wallet, key in self._tallies if wallet == admission.wallet}
+        )
+        if admission.key not in names and len(names) >= MAX_NAMES:
+            raise Refused(CloseCode.FORBIDDEN, f"this wallet has used {MAX_NAMES} session names; use one of them")
+        names.add(admission.key)
 
     async def _enter(self, session: Session, received: str) -> dict[str, str]:
         """Make ``session`` the live one of its key; an older one is ended first, its engine side included.

@@ -61,8 +61,10 @@ class Generation:
         for token in request.resumed:
             text = self._take(token)
             self.complete = text is None or self._over
-            if text is not None:
-                self._shown.append(TokenEvent(len(self._tokens) - 1, token, text))
+            if text is None:
+                self._resumed = len(self._tokens)  # what came after the end is no part of the answer
+                break
+            self._shown.append(TokenEvent(len(self._tokens) - 1, token, text))
 
     async def __aenter__(self) -> Generation:
         return self

@@ -25,6 +25,8 @@ from uplink_parts import relay
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed
 
+from kvasir_console.relay import hub as hub_module
+from kvasir_console.relay.counting import Tally
 from kvasir_console.relay.hub import Refused
 from kvasir_console.relay.wire.preamble import Kind, Preamble
 
@@ -183,6 +185,23 @@ async def test_an_upgrade_that_is_none_is_answered_with_http(network):
     )
     assert (await reader.readline()).startswith(b"HTTP/1.1 400 ")
     writer.close()
+
+
+async def test_a_wallet_cannot_fill_the_books_with_names(network, runtime, monkeypatch):
+    hub, port, _, table = network
+    monkeypatch.setattr(hub_module, "MAX_NAMES", 3)
+    hub.restore([Tally("expert-of-before", WALLET), Tally("expert-1", "another wallet")])
+    for name in ("expert-1", "expert-2"):
+        table.expert(name, runtime / "e.data")
+    table.expert("expert-3", runtime / "e.data", wallet="another wallet")
+    for name, code in ((SESSION, None), ("expert-1", None), ("expert-2", 4403), ("expert-3", None), (SESSION, None)):
+        async with RawClient.open(port, expert_target(name)) as client:
+            if code is not None:
+                assert (await client.receive_close())[0] == code
+                continue
+            await client.send(frame(BINARY, b"x"))
+            assert await client.receive_data(1) == b"x"
+    assert len([each for each in hub.sessions() if each.wallet == WALLET]) == 3
 
 
 async def test_bytes_are_counted_over_redials_and_tell_when_the_session_is_up(network):

@@ -141,6 +141,21 @@ async def test_another_plan_ends_what_was_introduced_before(runtime: Path) -> No
         await until(lambda: not after.uplink.aside)
 
 
+async def test_a_gateway_that_has_forgotten_an_address_ends_nothing(runtime: Path) -> None:
+    async with two(runtime) as (before, after):
+        dialler, listener = introduced(after)
+        await before.told(replace(dialler, address="", certificate=""))  # nor does it begin anything
+        await after.told(listener)
+        await before.told(dialler)
+        one, other = await before.engine.next_link(), await after.engine.next_link()
+        await before.told(replace(dialler, address="", certificate=""))
+        one.writer.write(b"x")
+        assert await other.reader.readexactly(1) == b"x"
+        assert before.uplink.changes == 1
+        await before.told(replace(dialler, certificate="ab" * 32))  # another node stands there now
+        assert await asyncio.wait_for(other.reader.read(), 10) == b""
+
+
 async def test_one_ticket_opens_few_doors(runtime: Path) -> None:
     async with two(runtime) as (before, after):
         dialler, listener = introduced(after)

@@ -217,7 +217,7 @@ class DirectListener:
             self._greeting -= 1
         carry = self._admit(ring, edge, ticket)
         if carry is None:
-            _log.info("a direct connection for edge %d of ring %.40r is refused", edge, ring)
+            _log.debug("a direct connection for edge %d of ring %.40r is refused", edge, ring)
         return carry
 
 

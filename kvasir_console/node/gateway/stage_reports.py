@@ -47,6 +47,9 @@ log = logging.getLogger(__name__)
 
 MAX_REPORTS = 64
 """Most reports in one request."""
+TELL_S = 60.0
+"""Between two lines of the log about a wallet's refused reports."""
+MAX_TOLD = 1024
 MAX_RUNS = 64
 """Most runs that a stage may open about one worker in ``RUNS_WINDOW_S``: each is a row that is kept."""
 RUNS_WINDOW_S = 3600
@@ -72,6 +75,8 @@ class StageReports:
         self._clock = clock
         self._written: dict[tuple[str, str, str, str], tuple[int, int]] = {}
         self._writing = asyncio.Lock()
+        self._told: dict[str, float] = {}
+        """When a wallet's refusals were last logged."""
 
     def routes(self) -> list[Route]:
         return [Route("/api/stage-reports", self.take, methods=["POST"])]
@@ -103,11 +108,21 @@ class StageReports:
             try:
                 lifted = await self._one(wallet, entry)
             except KvasirError as error:
-                log.warning("a report of the stage of %s: %s", wallet, error)
+                self._tell(wallet, error)
                 answers.append({"accepted": False, "code": error.code, "message": error.message})
             else:
                 answers.append({"accepted": True, "lifted": lifted})
         return JSONResponse({"results": answers})
+
+    def _tell(self, wallet: str, error: KvasirError) -> None:
+        """Log why a stage's reports are refused: now and then, whoever sends them all the time would fill the log."""
+        now = self._clock()
+        if now - self._told.get(wallet, -TELL_S) < TELL_S:
+            return
+        if len(self._told) >= MAX_TOLD:
+            self._told.clear()
+        self._told[wallet] = now
+        log.warning("a report of the stage of %s: %s", wallet, error)
 
     async def _one(self, wallet: str, entry: object) -> bool:
         """Book one report; whether the case it holds against the worker was lifted. Raises ``KvasirError``."""

@@ -22,7 +22,7 @@ from kvasir_console.node.gateway.ledger import Ledger, Reading
 from kvasir_console.node.gateway.metering import STAGE_LISTED_S, Meter
 from kvasir_console.node.gateway.quarantine import Quarantines, Standing
 from kvasir_console.node.gateway.settle import Settler
-from kvasir_console.node.gateway.stage_reports import MAX_RUNS, Booking, book
+from kvasir_console.node.gateway.stage_reports import MAX_RUNS, TELL_S, Booking, book
 from kvasir_console.node.gateway.store import Store
 from kvasir_console.node.gateway.tables import stage_bytes
 from kvasir_console.relay.counting import Joint, Tally
@@ -147,6 +147,18 @@ async def test_replayed_and_reordered_reports_are_refused_by_name(stage: Stage) 
         stage.report(0, 0, 4, layer=0, slices=(SliceWork(0, 8, 16, 900, 900, DIGEST, True),))
     ) == ("report_shrunk")
     assert await earned(stage.served) == bytes_of(19, 30)
+
+
+async def test_refused_reports_do_not_fill_the_log(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
+    good = stage.report(10, 20)
+    await stage.send(good)
+    for _ in range(20):
+        assert await stage.refused(good) == "report_replayed"
+    stage.served.clock.now += TELL_S
+    assert await stage.refused(good) == "report_replayed"
+    told = [record for record in caplog.records if "a report of the stage" in record.getMessage()]
+    assert len(told) == 2
+    assert ALICE.address in told[0].getMessage()
 
 
 async def test_nobody_else_signs_for_a_stage(stage: Stage) -> None:

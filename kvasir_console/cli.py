@@ -309,7 +309,7 @@ def _bench_parser(parser: argparse.ArgumentParser) -> None:
     ring.add_argument("--stages", type=int, default=2, metavar="N", help="machines (default 2)")
     ring.add_argument("--rtt-ms", type=float, default=20.0, metavar="MS", help="of each node's link to the hub")
     ring.add_argument("--batch", type=int, default=8, metavar="N", help="requests at once without delay (default 8)")
-    ring.add_argument("--streams", type=int, default=32, metavar="N", help="requests at once with delay (default 32)")
+    ring.add_argument("--streams", type=int, default=256, metavar="N", help="requests at once with delay (default 256)")
     ring.add_argument("--direct", action="store_true", help="stages reach each other past the hub: without delay only")
     ring.add_argument("--tokens", type=int, default=48, metavar="N", help="of each request (default 48)")
     ring.add_argument("--pairs", type=int, default=9, metavar="N", help="measurements of each side (default 9)")

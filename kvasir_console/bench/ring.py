@@ -42,7 +42,8 @@ class Plan:
     stages: int = 2
     rtt_ms: float = 20.0
     batch: int = 8
-    streams: int = 32
+    streams: int = 256
+    """As many as a ring runs at once: fewer do not fill the wait for a network."""
     tokens: int = 48
     pairs: int = 9
     threads: int = 2

@@ -275,7 +275,7 @@ async def test_a_node_that_serves_experts_does_what_a_plan_says_once_one_names_i
                 await node._serve(holding, node._info)
         assert caught.value.code == "plan_changed"
         assert node._holding is None
-        assert gateway.reports[-1]["model"] == "moe"
+        assert "moe" in {report["model"] for report in gateway.reports}  # the node's own walk reports, too
 
 
 async def test_a_stage_follows_the_plans_of_a_hub_whose_key_was_exchanged(gateway, paths):

@@ -7,11 +7,13 @@ engine takes whichever connection said HELLO last, and nothing is lost by a chan
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from kvasir_console.config import NodeConfig
 from kvasir_console.errors import ConfigError, KvasirError
@@ -36,6 +38,8 @@ log = logging.getLogger(__name__)
 STEADY_S = 30.0
 """A direct edge that lasted so long was worth it: the next try comes soon."""
 ENGINE_TIMEOUT_S = 5.0
+HELLO_TIMEOUT_S = 10.0
+"""A path over which the other engine says nothing at all for so long is given up; the relay has the edge until then."""
 MAX_AT_ONCE = 2
 """Connections of one edge: the one that works, and one that is to replace it."""
 
@@ -136,8 +140,8 @@ class DirectEdges:
             await self._listener.close()
             self._listener = None
 
-    def _start(self, edge: _Edge, work: object) -> None:
-        task = asyncio.ensure_future(work)  # type: ignore[call-overload]
+    def _start(self, edge: _Edge, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work, name=f"direct {edge.preamble.session}")
         edge.tasks.add(task)
         task.add_done_callback(edge.tasks.discard)
 
@@ -183,31 +187,43 @@ class DirectEdges:
         return carry
 
     async def _carry(self, edge: _Edge, other: SocketEnd) -> None:
-        """Join the other end to this node's engine until one of them ends; the relay's session stands aside."""
+        """Join the other end to this node's engine until one of them ends.
+
+        The relay's session stands aside once the other engine has said something.
+        """
         try:
             async with asyncio.timeout(ENGINE_TIMEOUT_S):
                 engine = SocketEnd(*await asyncio.open_unix_connection(self._engine_socket))
         except OSError:  # a timeout is one too
             return
-        edge.live += 1
-        edge.since = asyncio.get_running_loop().time()
-        edge.uplink.stand_aside()
-        log.info("edge %s goes past the relay", edge.preamble.session)
+        heard = asyncio.Event()
 
         def up(size: int) -> None:
             edge.bytes_up += size
 
         def down(size: int) -> None:
             edge.bytes_down += size
+            if not heard.is_set():
+                heard.set()
+                edge.live += 1
+                edge.since = asyncio.get_running_loop().time()
+                edge.uplink.stand_aside()
+                log.info("edge %s goes past the relay", edge.preamble.session)
+
+        async def silence() -> None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(HELLO_TIMEOUT_S):
+                    await heard.wait()
+                await asyncio.Event().wait()  # from now on the engines look after each other
 
         try:
             await engine.write(edge.preamble.encode())
-            await race(pump(other, engine, down), pump(engine, other, up))
+            await race(pump(other, engine, down), pump(engine, other, up), silence())
         except ConnectionError:
             pass  # one side is gone
         finally:
-            edge.live -= 1
-            if not edge.live:
+            edge.live -= heard.is_set()
+            if heard.is_set() and not edge.live:
                 log.info("edge %s goes through the relay again", edge.preamble.session)
                 edge.uplink.resume()
             await engine.close()

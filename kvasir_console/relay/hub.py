@@ -234,9 +234,10 @@ class Hub:
 
     def _check_name(self, admission: Admission) -> None:
         """Raises ``Refused`` for yet another name of a wallet that has had many."""
-        names = self._names.setdefault(
-            admission.wallet, {key for wallet, key in self._tallies if wallet == admission.wallet}
-        )
+        names = self._names.get(admission.wallet)
+        if names is None:
+            names = {key for wallet, key in self._tallies if wallet == admission.wallet}
+            self._names[admission.wallet] = names
         if admission.key not in names and len(names) >= MAX_NAMES:
             raise Refused(CloseCode.FORBIDDEN, f"this wallet has used {MAX_NAMES} session names; use one of them")
         names.add(admission.key)

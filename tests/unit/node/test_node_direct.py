@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from data_socket import Engine
+from data_socket import Engine, Link
 
 from kvasir_console.config import NodeConfig
 from kvasir_console.errors import ConfigError
@@ -77,20 +77,30 @@ def introduced(listener: End, ticket: bytes = TICKET) -> tuple[Introduction, Int
     return Introduction("ring", 0, "P", ticket, **said), Introduction("ring", 0, "N", ticket)
 
 
+async def meet(before: End, after: End) -> tuple[Link, Link]:
+    """The engines' ends of a new path, once each has heard the other, as with their HELLOs."""
+    one, other = await before.engine.next_link(), await after.engine.next_link()
+    for link in (one, other):
+        link.writer.write(b"H")
+    for link in (one, other):
+        assert await link.reader.readexactly(1) == b"H"
+    return one, other
+
+
 async def test_an_edge_passes_by_while_both_uplinks_stand_aside(runtime: Path) -> None:
     async with two(runtime) as (before, after):
         assert before.edges.announcement() is None  # it listens to nobody
         dialler, listener = introduced(after)
         await after.told(listener)
         await before.told(dialler)
-        one, other = await before.engine.next_link(), await after.engine.next_link()
+        one, other = await meet(before, after)
         assert (one.preamble.kind, other.preamble.kind) == (Kind.RING_NEXT, Kind.RING_PREV)
         assert (one.preamble.session, other.preamble.session) == ("ring/0/P", "ring/0/N")
         one.writer.write(b"forth")
         assert await other.reader.readexactly(5) == b"forth"
         other.writer.write(b"back")
         assert await one.reader.readexactly(4) == b"back"
-        for end, sent, received in ((before, 5, 4), (after, 4, 5)):
+        for end, sent, received in ((before, 6, 5), (after, 5, 6)):
             assert end.uplink.aside
             assert end.edges.live
             view = end.edges.view(f"ring/0/{end.role}")
@@ -114,9 +124,7 @@ async def test_a_path_that_breaks_is_tried_again(runtime: Path, monkeypatch: pyt
         assert before.uplink.changes == 0
         await after.told(listener)
         for _ in range(3):
-            one, other = await before.engine.next_link(), await after.engine.next_link()
-            one.writer.write(b"x")
-            assert await other.reader.readexactly(1) == b"x"
+            _, other = await meet(before, after)
             other.writer.close()
         await until(lambda: before.uplink.changes >= 5)
 
@@ -126,16 +134,14 @@ async def test_another_plan_ends_what_was_introduced_before(runtime: Path) -> No
         dialler, listener = introduced(after)
         await after.told(listener)
         await before.told(dialler)
-        one, other = await before.engine.next_link(), await after.engine.next_link()
+        one, other = await meet(before, after)
         newer = introduced(after, bytes(32))
         await after.told(newer[1])
         assert await asyncio.wait_for(other.reader.read(), 10) == b""
         assert await asyncio.wait_for(one.reader.read(), 10) == b""
         await until(lambda: not before.uplink.aside and not after.uplink.aside)
         await before.told(newer[0])
-        one, other = await before.engine.next_link(), await after.engine.next_link()
-        one.writer.write(b"x")
-        assert await other.reader.readexactly(1) == b"x"
+        one, other = await meet(before, after)
         await before.edges.drop()
         assert await asyncio.wait_for(other.reader.read(), 10) == b""
         await until(lambda: not after.uplink.aside)
@@ -147,13 +153,28 @@ async def test_a_gateway_that_has_forgotten_an_address_ends_nothing(runtime: Pat
         await before.told(replace(dialler, address="", certificate=""))  # nor does it begin anything
         await after.told(listener)
         await before.told(dialler)
-        one, other = await before.engine.next_link(), await after.engine.next_link()
+        one, other = await meet(before, after)
         await before.told(replace(dialler, address="", certificate=""))
         one.writer.write(b"x")
         assert await other.reader.readexactly(1) == b"x"
         assert before.uplink.changes == 1
         await before.told(replace(dialler, certificate="ab" * 32))  # another node stands there now
         assert await asyncio.wait_for(other.reader.read(), 10) == b""
+
+
+async def test_a_path_on_which_nobody_speaks_is_given_up_and_the_relay_kept_the_edge(
+    runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(direct, "HELLO_TIMEOUT_S", 0.2)
+    async with two(runtime) as (before, after):
+        dialler, listener = introduced(after)
+        await after.told(listener)
+        await before.told(dialler)
+        one, other = await before.engine.next_link(), await after.engine.next_link()
+        assert await asyncio.wait_for(one.reader.read(), 10) == b""
+        assert await asyncio.wait_for(other.reader.read(), 10) == b""
+        assert (before.uplink.changes, after.uplink.changes) == (0, 0)
+        assert not before.edges.live
 
 
 async def test_one_ticket_opens_few_doors(runtime: Path) -> None:

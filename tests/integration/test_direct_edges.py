@@ -9,11 +9,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+from ring_runs import all_of
 
 from kvasir_console.bench.models import Recipe, write_model
 from kvasir_console.bench.network import Layout, RingNetwork
 from kvasir_console.bench.recovery import Batch, Plan, Run, requests
-from kvasir_console.local.chat import Answer
 
 from engines import until
 
@@ -26,37 +26,23 @@ def model(tmp_path: Path) -> Path:
     return write_model(tmp_path / "ring.gguf", Recipe())
 
 
-async def ask(net: RingNetwork, run: Run) -> Answer:
-    def moved() -> None:
-        run.pieces += 1
-
-    sampling = run.request.sampling
-    answer = await net.client.complete(net.model_id, run.request.prompt, TOKENS, sampling=sampling, on_text=moved)
-    run.over, run.tokens = True, answer.tokens
-    return answer
-
-
-async def all_of(net: RingNetwork, batch: Batch) -> None:
-    await asyncio.gather(*(ask(net, run) for run in batch.runs))
-
-
 async def test_edges_go_past_the_relay_and_back_and_no_token_changes(model: Path, tmp_path: Path) -> None:
     made = requests(Plan(requests=8, tokens=TOKENS))
     async with RingNetwork(Layout(model, WINDOWS, max_requests=8), print, tmp_path / "relayed") as net:
         relayed = Batch([Run(each) for each in made])
-        await all_of(net, relayed)
+        await all_of(net, relayed, TOKENS)
         assert "direct" not in await net.edge_states()  # nobody asked for it
     layout = Layout(model, WINDOWS, max_requests=8, direct=True)
     async with RingNetwork(layout, print, tmp_path / "direct") as net:
         await net.wait_until(net.all_direct, "the edges do not go past the relay")
         batch = Batch([Run(each) for each in made])
-        await all_of(net, batch)
+        await all_of(net, batch, TOKENS)
         assert [run.tokens for run in batch.runs] == [run.tokens for run in relayed.runs]
         assert await net.all_direct()
 
         # The middle rank's engine dies with requests in flight: its edges end, and come back one way or the other.
         batch = Batch([Run(each) for each in made])
-        answering = asyncio.create_task(all_of(net, batch))
+        answering = asyncio.create_task(all_of(net, batch, TOKENS))
         await until(lambda: min(run.pieces for run in batch.runs) >= 4, 60)
         engine = net.engine_pid(net.stages[1].name)
         assert engine is not None
@@ -70,7 +56,7 @@ async def test_edges_go_past_the_relay_and_back_and_no_token_changes(model: Path
         console = net.console_pid(net.stages[2].name)
         assert console is not None
         batch = Batch([Run(each) for each in made])
-        answering = asyncio.create_task(all_of(net, batch))
+        answering = asyncio.create_task(all_of(net, batch, TOKENS))
         await until(lambda: min(run.pieces for run in batch.runs) >= 4, 60)
         children = [psutil.Process(console), *psutil.Process(console).children(recursive=True)]
         os.kill(console, signal.SIGKILL)

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+from ring_runs import all_of
 
 from kvasir_console.bench.models import Recipe, write_model
 from kvasir_console.bench.network import Layout, RingNetwork
 from kvasir_console.bench.recovery import Batch, Plan, Run, requests
-from kvasir_console.local.chat import Answer
 from kvasir_console.node.phase import Phase
 
 from engines import until
@@ -29,20 +29,6 @@ GRACE_S = 3.0
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     return write_model(tmp_path / "ring.gguf", Recipe())
-
-
-async def complete(net: RingNetwork, batch: Batch, run: Run) -> Answer:
-    def moved() -> None:
-        run.pieces += 1
-
-    sampling = run.request.sampling
-    answer = await net.client.complete(net.model_id, run.request.prompt, TOKENS, sampling=sampling, on_text=moved)
-    run.over, run.tokens = True, answer.tokens
-    return answer
-
-
-async def all_of(net: RingNetwork, batch: Batch) -> list[Answer]:
-    return await asyncio.gather(*(complete(net, batch, run) for run in batch.runs))
 
 
 async def snapshot_says(net: RingNetwork, member: int, phase: Phase, why: str) -> bool:
@@ -69,10 +55,10 @@ async def test_a_standby_takes_over_from_a_node_that_stays_dead(model: Path, tmp
         standby, dead = net.standbys[0], net.stages[1]
         assert await snapshot_says(net, 3, Phase.VOLUNTEERING, "Stands by for layers 0 to 0, layers 1 to 2")
         calm = Batch([Run(each) for each in made])
-        await all_of(net, calm)
+        await all_of(net, calm, TOKENS)
 
         batch = Batch([Run(each) for each in made])
-        answering = asyncio.create_task(all_of(net, batch))
+        answering = asyncio.create_task(all_of(net, batch, TOKENS))
         await until(lambda: min(run.pieces for run in batch.runs) >= 4, 60)
         net.kept[dead.name].keep.clear()
         console = net.console_pid(dead.name)
@@ -103,7 +89,7 @@ async def test_a_standby_takes_over_from_a_node_that_stays_dead(model: Path, tmp
             partial(snapshot_says, net, 1, Phase.VOLUNTEERING, "Stands by for layers 1 to 2"), "it does not stand by"
         )
         again = Batch([Run(each) for each in made])
-        await all_of(net, again)
+        await all_of(net, again, TOKENS)
         assert [run.tokens for run in again.runs] == [run.tokens for run in calm.runs]
         assert (await net.rings())[0]["generation"] == 2
 
@@ -112,7 +98,7 @@ async def test_a_standby_takes_over_from_a_node_that_stays_dead(model: Path, tmp
         assert json.loads(told)["rings"][0]["stages"][1]["wallet"] == dead.address
         await net.wait_until(partial(snapshot_says, net, 1, Phase.SERVING, ""), "it does not serve again")
         last = Batch([Run(each) for each in made])
-        await all_of(net, last)
+        await all_of(net, last, TOKENS)
         assert [run.tokens for run in last.runs] == [run.tokens for run in calm.runs]
         shown = await rings_command(net)
         assert f"layers 1 to 2  {dead.address}  connected" in shown

@@ -68,6 +68,17 @@ async def leave(node: RingNode, writers: dict[str, asyncio.StreamWriter], tasks:
     await asyncio.gather(*tasks, *node._tasks, return_exceptions=True)
 
 
+async def is_held_up(writer: asyncio.StreamWriter, frame: bytes, most: int) -> bool:
+    """Whether a peer that sends ``most`` of these is kept waiting before it is through."""
+    for _ in range(most):
+        writer.write(frame)
+        try:
+            await asyncio.wait_for(writer.drain(), 0.5)
+        except TimeoutError:
+            return True
+    return False
+
+
 async def test_frames_that_are_all_table_count_while_they_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """A frame without payload becomes thousands of objects: while the rank computes, few of them are read."""
     monkeypatch.setattr(ring_module, "INBOX_BYTES", 2**22)
@@ -78,15 +89,7 @@ async def test_frames_that_are_all_table_count_while_they_wait(monkeypatch: pyte
     writers["prev"].write(first)
     await compute.begun.wait()
     roll = wire.encode(Frame(FrameKind.ROLL, 1, tuple(Item(each, rows=0) for each in range(wire.MAX_ITEMS))))
-    sent, stuck = 0, False
-    while not stuck and sent < 200:
-        writers["prev"].write(roll)
-        sent += 1
-        try:
-            await asyncio.wait_for(writers["prev"].drain(), 0.5)
-        except TimeoutError:
-            stuck = True
-    assert stuck
+    assert await is_held_up(writers["prev"], roll, 200)
     assert node._inbox.qsize() < 8
     await leave(node, writers, tasks)
 
@@ -103,15 +106,7 @@ async def test_what_is_passed_on_does_not_pile_up_before_a_successor_that_is_slo
     edge = node._next
     assert edge is not None
     release = wire.encode(Frame(FrameKind.RELEASE, 1, tuple(Item(each, rows=0) for each in range(wire.MAX_ITEMS))))
-    sent, stuck = 0, False
-    while not stuck and sent < 100:
-        writers["prev"].write(release)
-        sent += 1
-        try:
-            await asyncio.wait_for(writers["prev"].drain(), 0.5)
-        except TimeoutError:
-            stuck = True
-    assert stuck
+    assert await is_held_up(writers["prev"], release, 100)
     assert len(edge._out) <= 2 * wire.MAX_ITEMS
     edge.close("the successor is gone")  # nobody waits for it then
     await until(lambda: not node._inbox.qsize())

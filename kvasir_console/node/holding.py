@@ -234,6 +234,11 @@ class RingHolding:
             **({} if self.evidence is None else {"evidence_directory": str(self.evidence)}),
         )
 
+    async def replan(self, client: EngineClient, plan: Plan) -> None:
+        """Take a newer plan in which the window ``stays``. Raises ``EngineError``."""
+        await client.call("replan", ring=ring_fields(plan, self.stage))
+        self.plan = plan
+
     def stays(self, plan: Plan) -> bool:
         """Whether a newer plan leaves this window where it is."""
         same = (plan.ring, plan.model_digest, len(plan.stages)) == (

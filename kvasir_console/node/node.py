@@ -17,10 +17,10 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import psutil
 
@@ -48,7 +48,6 @@ from kvasir_console.node.holding import (
     RelaySession,
     RingHolding,
     choose_plan,
-    ring_fields,
     verified_plans,
 )
 from kvasir_console.node.hubpin import HubPin
@@ -82,7 +81,6 @@ DIRECT_POLL_S = 20.0
 QUICK_KINDS = (Kind.RING_NEXT, Kind.RING_PREV, Kind.ENTRY)
 QUICK_REDIAL_S = (0.25, 5.0)
 """A ring stands still while an edge is dialled again: its sessions wait no longer than this."""
-T = TypeVar("T")
 Listener = Callable[[NodeSnapshot], None]
 
 
@@ -118,8 +116,8 @@ class Node:
         self._stage_run: tuple[EngineClient, str] | None = None
         """The engine that holds a ring's window, and the run that its counters are of."""
         self._info: GatewayInfo | None = None
-        self._client: EngineClient | None = None
-        self._engine_changed = asyncio.Event()
+        self._loaded: EngineClient | None = None
+        """The engine that was told to load the slice; another one has to be told again."""
         self._direct = DirectEdges(config.node, config.network.gateway, self._engine.data_socket)
         self._state = phase.initial(time.time())
         self._holding: Holding | None = None
@@ -139,7 +137,6 @@ class Node:
         self._wake = asyncio.Event()
         self._stopping = asyncio.Event()
         self._listeners: list[Listener] = []
-        self._cpu = psutil.Process()
 
     # What others see and ask
 
@@ -275,7 +272,7 @@ class Node:
 
     async def _drain(self) -> None:
         """Let trunks have the answers they wait for, and go elsewhere with the next question."""
-        client = self._client
+        client = self._engine.client
         if client is None or not self._uplinks or not isinstance(self._holding, ExpertHolding):
             return
         with contextlib.suppress(KvasirError, OSError):  # a timeout is one too
@@ -311,15 +308,14 @@ class Node:
         self._enter(Phase.AUTHENTICATING, f"Asking {self._market.gateway} for a participation token.")
         info = await self._learn()
         await self._delegate()
-        await self._with_token(self._market.demand)
+        await self._credentials.with_token(self._market.demand)
         if isinstance(self._holding, RingHolding) and await self._planned(info) != self._holding.plan:
             self._holding = None
         if self._holding is None:
             self._holding = await self._find_slice(info)
         holding = self._holding
         await self._fetch(holding)
-        client = await self._engine_client()
-        self._engine_changed.clear()
+        client = self._loaded = await self._engine.connected()
         self._enter(Phase.STARTING, f"The engine loads {holding.describe()}.")
         await holding.load(client, self._progress("Loading into the engine"))
         self._download = None
@@ -347,7 +343,7 @@ class Node:
                     continue
             reason = "No signed plan names this wallet."
             if serve in ("auto", "experts"):
-                answer = await self._with_token(self._volunteer)
+                answer = await self._credentials.with_token(self._volunteer)
                 if not isinstance(answer, str):
                     more = await self._more_slices(answer) if "v3" in info.dispatch_wires else ()
                     return ExpertHolding(answer, self.worker_id, self.wallet, more=more)
@@ -387,7 +383,7 @@ class Node:
 
     async def _plans(self, info: GatewayInfo) -> list[Plan]:
         """The signed plans that name this wallet, for a window or to stand by for one."""
-        return verified_plans(await self._with_token(self._market.placements), info.hub_key, self._pin_file)
+        return verified_plans(await self._credentials.with_token(self._market.placements), info.hub_key, self._pin_file)
 
     async def _named(self, info: GatewayInfo) -> bool:
         """Whether a signed plan names this wallet, which its owner lets come before experts."""
@@ -395,7 +391,7 @@ class Node:
 
     async def _planned(self, info: GatewayInfo) -> Plan | None:
         """The signed plan that gives this wallet a window."""
-        plans = await self._with_token(self._market.placements)
+        plans = await self._credentials.with_token(self._market.placements)
         return choose_plan(plans, info.hub_key, self.wallet, self._pin_file)
 
     async def _volunteer(self, token: str, model: str = "") -> Assignment | str:
@@ -406,7 +402,7 @@ class Node:
         """Experts of further layers of the same model, as far as the market wants them held and the owner allows."""
         taken = [first]
         while len(taken) < self._config.node.max_slices:
-            answer = await self._with_token(lambda token: self._volunteer(token, first.model))
+            answer = await self._credentials.with_token(lambda token: self._volunteer(token, first.model))
             if isinstance(answer, str) or answer.model != first.model or answer.layer in {a.layer for a in taken}:
                 break
             taken.append(answer)
@@ -418,7 +414,7 @@ class Node:
         self._enter(Phase.DOWNLOADING, f"Fetching {holding.describe()}.")
         budget = hardware.budget_bytes(hardware.probe(self._config.engine.device), self._config.node.memory_budget_mib)
         try:
-            await self._with_token(
+            await self._credentials.with_token(
                 lambda token: holding.fetch(
                     self._market.client, token, self._paths.shards, budget, self._progress(holding.describe())
                 )
@@ -434,7 +430,7 @@ class Node:
     async def _serve(self, holding: Holding, info: GatewayInfo) -> None:
         """Report and dial; then keep the report fresh until the engine is lost or the node stops."""
         while True:
-            if self._engine_changed.is_set():
+            if self._engine.client is not self._loaded:
                 raise EngineError("engine_restarted", "The engine ended while it served.", "It loads its slice again.")
             try:
                 wired = await self._heartbeat(holding, info)
@@ -479,9 +475,7 @@ class Node:
         if plan is None or not holding.stays(plan):
             self._holding = None
             raise NetworkError("plan_changed", "The ring's plan gives this wallet another window.", "It looks anew.")
-        client = await self._engine_client()
-        await client.call("replan", ring=ring_fields(plan, holding.stage))
-        holding.plan = plan
+        await holding.replan(await self._engine.connected(), plan)
         self._note(f"The ring {plan.ring} is at generation {plan.generation}; this window stays.")
 
     async def _introduce(self, holding: RingHolding, info: GatewayInfo) -> None:
@@ -491,7 +485,7 @@ class Node:
         uplinks = {uplink.snapshot().session: uplink for uplink in self._uplinks}
         offered = {each.name: each.preamble for each in holding.sessions(self._market.gateway)}
         sessions = {name: (offered[name], uplink) for name, uplink in uplinks.items() if name in offered}
-        await self._direct.follow(await self._with_token(self._market.edges), sessions)
+        await self._direct.follow(await self._credentials.with_token(self._market.edges), sessions)
 
     async def _heartbeat(self, holding: Holding | None, info: GatewayInfo, stands_by: Plan | None = None) -> bool:
         """One coverage report; whether the gateway has sessions wired for what is held.
@@ -512,7 +506,7 @@ class Node:
             report |= {"direct": self._direct.announcement(), "direct_live": self._direct.live}
         if not info.dispatch_wires:
             report.pop("wires", None)  # an extension, used only where it is announced
-        reply = await self._with_token(lambda token: self._market.report(token, report))
+        reply = await self._credentials.with_token(lambda token: self._market.report(token, report))
         return holding is not None and (reply.wired or isinstance(holding, RingHolding))
 
     def _dial(self, holding: Holding, info: GatewayInfo) -> None:
@@ -546,7 +540,7 @@ class Node:
         return Uplink(
             session.url,
             session.name,
-            self._session_token,
+            self._credentials.get,
             token_in_header=info.relay_token_header,
             ssl_context=self._market.ssl_context,
             engine_socket=self._engine.data_socket,
@@ -564,9 +558,6 @@ class Node:
             return None
         experts = isinstance(holding, ExpertHolding)
         return self._statements.count(holding.account(), session.name, compare_rows=experts)
-
-    async def _session_token(self, *, refresh: bool) -> str:
-        return await self._credentials.get(refresh=refresh)
 
     async def _drop_uplinks(self) -> None:
         if self._star is not None:
@@ -604,27 +595,16 @@ class Node:
 
     # The engine
 
-    async def _engine_ready(self, client: EngineClient) -> None:
-        self._client = client
-        self._engine_changed.set()
+    async def _engine_ready(self, _: EngineClient) -> None:
         self._wake.set()
 
     def _engine_exited(self, reason: str) -> None:
-        self._client = self._stage_run = None
+        self._stage_run = None
         self._engine_rss = None
         self._statements.unsure()
         self._expert_pairs = ()
-        self._engine_changed.set()
         self._note(reason)
         self._wake.set()
-
-    async def _engine_client(self) -> EngineClient:
-        deadline = time.monotonic() + 60
-        while self._client is None or self._client.closed:
-            if time.monotonic() > deadline:
-                raise EngineError("engine_not_up", "The engine process does not come up.", "Read engine.log.")
-            await asyncio.sleep(0.05)
-        return self._client
 
     # Loops beside the claim path
 
@@ -637,7 +617,7 @@ class Node:
 
     async def _sample_once(self) -> None:
         """Raises ``EngineError``."""
-        client = self._client
+        client = self._engine.client
         if client is None:
             return
         stats = await client.stats()
@@ -666,9 +646,9 @@ class Node:
                 await self._signer.refresh()  # it locks itself when nobody uses it
             try:
                 await self._accounts.refresh()
-                await self._statements.fetch(self._with_token)
+                await self._statements.fetch(self._credentials.with_token)
                 await self._sample_once()  # what is stated may be younger than the last sample
-                await self._statements.agree(self._with_token, self._credentials.session_key)
+                await self._statements.agree(self._credentials.with_token, self._credentials.session_key)
                 if self._config.node.auto_claim and self._accounts.claimable and not self._signer.locked:
                     await self.claim()
             except KvasirError as error:
@@ -695,7 +675,7 @@ class Node:
                 self._stage_book.observe(run, await client.coverage())
 
         async def send(reports: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]:
-            return await self._with_token(lambda token: self._market.report_stage(token, reports))
+            return await self._credentials.with_token(lambda token: self._market.report_stage(token, reports))
 
         async def pardon(session: str, wallet: str) -> bool:
             return self._stage_run is not None and await self._stage_run[0].pardon(session, wallet)
@@ -721,15 +701,6 @@ class Node:
                 self._note("A session key may take part for this wallet while it is locked, for 30 days.")
         except KvasirError as error:
             log.info("there is no session key: %s", error)
-
-    async def _with_token(self, call: Callable[[str], Awaitable[T]]) -> T:
-        """Run ``call(token)``; a refused token is minted anew once."""
-        try:
-            return await call(await self._credentials.get())
-        except WalletError as error:
-            if error.code != "token_refused":
-                raise
-            return await call(await self._credentials.get(refresh=True))
 
     def _progress(self, what: str) -> Callable[[int, int | None], None]:
         def report(done: int, total: int | None) -> None:

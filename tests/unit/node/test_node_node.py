@@ -253,8 +253,7 @@ def announced(hub: SigningKey, *rotations: Rotation) -> dict[str, Any]:
 
 
 async def engine_is_up(node: Node) -> None:
-    await node._engine_client()
-    node._engine_changed.clear()
+    node._loaded = await node._engine.connected()
 
 
 HUB, NEXT = SigningKey(b"\x01" * 32), SigningKey(b"\x02" * 32)

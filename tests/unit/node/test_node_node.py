@@ -298,7 +298,9 @@ async def test_a_stage_follows_the_plans_of_a_hub_whose_key_was_exchanged(gatewa
         plan, signed = planned(node, NEXT)
         node._holding = holding = RingHolding(plan, node.wallet, 64)
         session = holding.sessions(gateway.url)[0]
-        node._uplinks[node._uplink(session, node._info, lambda _: None)] = asyncio.create_task(asyncio.sleep(0))
+        node._sessions._uplinks[node._sessions._uplink(session, holding, node._info, lambda _: None)] = (
+            asyncio.create_task(asyncio.sleep(0))
+        )
         HubPin(node._pin_file).keep(node._info.hub_key)
         serving = asyncio.create_task(node._serve(holding, node._info))
         bare = Rotation(node._info.hub_key, encode_address(bytes(NEXT.verify_key)), 5)

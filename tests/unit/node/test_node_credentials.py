@@ -7,12 +7,13 @@ import base64
 import json
 import stat
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import httpx
 import pytest
 from nacl.signing import SigningKey
-from solders.pubkey import Pubkey
+from node_parts import address
 
 from kvasir_console.errors import NetworkError, WalletError
 from kvasir_console.node.credentials import EXPIRY_SKEW_S, Credentials
@@ -31,8 +32,8 @@ from kvasir_console.wallet.delegation import MAX_LIFETIME_S, Delegation
 from kvasir_console.wallet.keys import verify
 
 KEY = SigningKey(bytes(range(32)))
-WALLET = str(Pubkey.from_bytes(bytes(KEY.verify_key)))
-OTHER = str(Pubkey.from_bytes(bytes(SigningKey(bytes(32)).verify_key)))
+WALLET = address(KEY)
+OTHER = address(SigningKey(bytes(32)))
 GATEWAY = "http://127.0.0.1:8791"
 SECRET = "a gateway's secret"
 
@@ -343,3 +344,42 @@ async def test_a_damaged_session_key_is_made_anew(file, content):
 def test_a_session_keys_seed_does_not_show():
     key = new_session_key(GATEWAY, WALLET, time.time())
     assert repr(key.seed) not in repr(key)
+
+
+# What is done with a token
+
+
+def refusing(*tokens: str) -> Callable[[str], Awaitable[str]]:
+    """A call that takes every token but these."""
+
+    async def call(token: str) -> str:
+        if token in tokens:
+            raise WalletError("token_refused", "The gateway refused this node's token.")
+        return token
+
+    return call
+
+
+async def test_a_refused_token_is_renewed_once(file):
+    gate = Gate()
+    credentials = Credentials(gate.market(), Prover(), WALLET, file)
+    first = await credentials.with_token(refusing())
+    second = await credentials.with_token(refusing(first))
+    assert gate.minted == [first, second]
+    assert await credentials.with_token(refusing(first)) == second
+
+
+async def test_a_new_token_that_is_refused_too_is_the_callers(file):
+    gate = Gate()
+    credentials = Credentials(gate.market(), Prover(), WALLET, file)
+
+    async def never(_: str) -> str:
+        raise WalletError("token_refused", "No.")
+
+    async def not_admitted(_: str) -> str:
+        raise WalletError("not_admitted", "No.")
+
+    for call, minted in ((never, 2), (not_admitted, 2)):
+        with pytest.raises(WalletError):
+            await credentials.with_token(call)
+        assert len(gate.minted) == minted

@@ -15,7 +15,7 @@ import pytest
 
 from kvasir_console.config import EngineConfig
 from kvasir_console.engine.process.client import EngineClient
-from kvasir_console.errors import SystemResourceError
+from kvasir_console.errors import EngineError, SystemResourceError
 from kvasir_console.node import supervisor
 from kvasir_console.node.supervisor import ChildProcess, Engine, ExitReport
 
@@ -326,3 +326,23 @@ async def test_a_machine_that_cannot_start_processes_is_tried_again(supervised, 
     assert "log" in under.reasons[0]
     log_file.rmdir()
     await until(lambda: under.clients)
+
+
+async def test_who_needs_the_engine_waits_until_it_is_up(supervised):
+    under = supervised(FAKE_ENGINE)
+    assert under.engine.client is None
+    client = await under.engine.connected()
+    assert client is under.engine.client
+    os.kill(under.engine.pid, signal.SIGKILL)
+    await until(lambda: client.closed)
+    after = await under.engine.connected()
+    assert after is not client
+    assert "options" in await after.call("stats")
+
+
+async def test_an_engine_that_does_not_come_up_is_waited_for_no_longer_than_that(supervised, monkeypatch):
+    monkeypatch.setattr(supervisor, "UP_S", 0.0)
+    under = supervised("raise SystemExit(4)")
+    with pytest.raises(EngineError) as caught:
+        await under.engine.connected()
+    assert caught.value.code == "engine_not_up"

@@ -61,8 +61,6 @@ from kvasir_console.relay.wire.control import Message
 
 log = logging.getLogger(__name__)
 
-DRAIN_S = 1.5
-"""How long trunks are waited for when the node stops."""
 STANDBY_POLL_S = 5.0
 """How often a node that stands by asks for the plan, at least."""
 DIRECT_POLL_S = 20.0
@@ -261,13 +259,10 @@ class Node:
             await asyncio.gather(engine, return_exceptions=True)
 
     async def _drain(self) -> None:
-        """Let trunks have the answers they wait for, and go elsewhere with the next question."""
-        client = self._engine.client
-        if client is None or not self._sessions.dialled or not isinstance(self._holding, ExpertHolding):
-            return
-        with contextlib.suppress(KvasirError, OSError):  # a timeout is one too
-            async with asyncio.timeout(DRAIN_S + 0.5):
-                await client.call("drain", timeout_s=DRAIN_S)
+        """Part from the trunks that experts serve."""
+        client, holding = self._engine.client, self._holding
+        if client is not None and self._sessions.dialled and isinstance(holding, ExpertHolding):
+            await holding.drain(client)
 
     # The claim path
 

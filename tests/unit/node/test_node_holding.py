@@ -276,7 +276,9 @@ def test_a_window_stays_whoever_stands_by_for_it_and_whoever_takes_another():
     assert not RingHolding(mine, B, 0).stays(mine.moved(1, C, 5))
 
 
-class Replanned:
+class OnceTold:
+    """The part of an engine's client that takes one verb, and is gone for the next."""
+
     def __init__(self) -> None:
         self.told: list[tuple[str, dict[str, Any]]] = []
 
@@ -288,10 +290,19 @@ class Replanned:
 
 
 async def test_an_engine_is_told_of_a_newer_plan_before_the_window_counts_as_its():
-    engine, holding = Replanned(), RingHolding(plan(A, B), B, 0)
+    engine, holding = OnceTold(), RingHolding(plan(A, B), B, 0)
     await holding.replan(engine, plan(A, B, generation=5))
     assert engine.told == [("replan", {"ring": ring_fields(plan(A, B, generation=5), holding.stage)})]
     assert holding.plan.generation == 5
     with pytest.raises(EngineError):
         await holding.replan(engine, plan(A, B, generation=6))
     assert holding.plan.generation == 5
+
+
+async def test_experts_part_from_their_trunks_even_if_the_engine_is_gone():
+    engine, holding = OnceTold(), ExpertHolding(ASSIGNMENT, WORKER, A)
+    for _ in range(2):
+        await holding.drain(engine)
+    ((verb, fields),) = engine.told
+    assert verb == "drain"
+    assert 0.0 < fields["timeout_s"] <= 2.0

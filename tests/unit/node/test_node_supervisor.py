@@ -363,3 +363,13 @@ async def test_an_engine_that_does_not_come_up_is_waited_for_no_longer_than_that
     with pytest.raises(EngineError) as caught:
         await under.engine.connected()
     assert caught.value.code == "engine_not_up"
+
+
+async def test_a_client_whose_engine_closed_it_is_handed_to_nobody(supervised, monkeypatch):
+    monkeypatch.setattr(supervisor, "WATCH_S", 0.1)
+    under = supervised(FAKE_ENGINE)
+    client = await under.engine.connected()
+    with pytest.raises(EngineError):
+        await client.call("close")
+    await until(lambda: client.closed)
+    assert await under.engine.connected() is not client

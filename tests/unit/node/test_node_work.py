@@ -101,3 +101,14 @@ async def test_an_engine_that_ends_meanwhile_is_the_callers(looked: Looked) -> N
     looked.engine.client = Client()
     with pytest.raises(EngineError):
         await looked.work.sample()
+
+
+async def test_what_an_engine_did_unseen_before_it_ended_may_be_stated(
+    looked: Looked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(looked.statements, "unsure", lambda: told.append("unsure"))
+    await looked.at(1.0, stats(10))
+    assert told == []
+    looked.work.lost()
+    assert told == ["unsure"]

@@ -117,6 +117,8 @@ async def _gateway(config: Config, paths: Paths) -> int:
     )
     async with made as service:
         print(f"The gateway answers on {service.public_url}", file=sys.stderr, flush=True)
+        if isinstance(service, GatewayService) and service.warning:
+            print(service.warning, file=sys.stderr, flush=True)
         ended = {asyncio.create_task(stopping.wait()), asyncio.create_task(service.wait())}
         done, running = await asyncio.wait(ended, return_when=asyncio.FIRST_COMPLETED)
         for task in running:

@@ -135,10 +135,11 @@ def _wallet(arguments: argparse.Namespace) -> int:
 
 def _load(arguments: argparse.Namespace) -> Config:
     from kvasir_console import config
+    from kvasir_console.headless import settings_of
     from kvasir_console.paths import Paths
 
     flags = {}
-    for setting in (*(arguments.set or ()), *getattr(arguments, "command_set", ())):
+    for setting in settings_of(arguments):
         name, separator, value = setting.partition("=")
         if not separator:
             raise UsageError("bad_setting", f"--set {setting}: write it as section.key=value.")

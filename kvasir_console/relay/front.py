@@ -261,7 +261,7 @@ class Front:
                 async with asyncio.timeout(self._stall_timeout_s):
                     await writer.drain()
             if not writer.is_closing():
-                # Now ``drain`` waits for the last byte to leave. At 0, asyncio's TLS pauses for ever when there is none.
+                # Now ``drain`` waits for the last byte to leave. At 0, TLS would pause for ever if there is none.
                 writer.transport.set_write_buffer_limits(high=1)
             async with asyncio.timeout(self._stall_timeout_s):
                 await writer.drain()

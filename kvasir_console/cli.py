@@ -135,10 +135,11 @@ def _wallet(arguments: argparse.Namespace) -> int:
 
 def _load(arguments: argparse.Namespace) -> Config:
     from kvasir_console import config
+    from kvasir_console.headless import settings_of
     from kvasir_console.paths import Paths
 
     flags = {}
-    for setting in (*(arguments.set or ()), *getattr(arguments, "command_set", ())):
+    for setting in settings_of(arguments):
         name, separator, value = setting.partition("=")
         if not separator:
             raise UsageError("bad_setting", f"--set {setting}: write it as section.key=value.")
@@ -171,9 +172,10 @@ def _parser() -> argparse.ArgumentParser:
     _setting_option(gateway, dest="command_set", default=argparse.SUPPRESS)
     rings = commands.add_parser("rings", help="who serves the rings of this home's gateway (operators)")
     _json_option(rings)
-    rings.add_argument("--move", type=int, metavar="RANK", help="give a window to another wallet, now")
+    rings.add_argument("--move", type=int, metavar="RANK", help="give a window to another wallet, after a question")
     rings.add_argument("--to", metavar="WALLET", help="the wallet that it moves to")
     rings.add_argument("--ring", default="", metavar="ID", help="whose window moves, if the gateway serves several")
+    rings.add_argument("--yes", action="store_true", help="do not ask before it moves")
     _setting_option(rings, dest="command_set", default=argparse.SUPPRESS)
     _quarantine_parser(commands.add_parser("quarantine", help="workers caught with wrong answers (operators)"))
     status = commands.add_parser("status", help="the state of the node that runs with this KVASIR_HOME")
@@ -230,7 +232,7 @@ def _quarantine_parser(parser: argparse.ArgumentParser) -> None:
     listing.add_argument("--all", action="store_true", help="those too that were lifted")
     lift = commands.add_parser("lift", help="let a worker serve again; what was void stays void")
     lift.add_argument("wallet", help="the worker's wallet, as list prints it")
-    lift.add_argument("worker", help="its worker id, as list prints it")
+    lift.add_argument("worker", nargs="?", default="", help="its worker id, as list prints it (left out: all of them)")
     lift.add_argument("--yes", action="store_true", help="do not ask before it is lifted")
     for each in (listing, lift):
         _json_option(each)

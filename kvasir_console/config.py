@@ -209,16 +209,27 @@ def load(
             if f"{section}.{key}" in _MAY_HOLD_PASSWORDS and has_password(value) and file is not None:
                 _check_private(file, f"{where} {key}")
             _check_value(f"{section}.{key}", tables[section][key], where)
-    for name, text in env.items():
-        if name.startswith("KVASIR_") and name not in RESERVED_ENVIRONMENT:
-            section, _, key = name.removeprefix("KVASIR_").lower().partition("_")
-            _set_from_text(tables, section, key, text, f"environment variable {name}")
+    for variable, dotted in set_by_environment(env).items():
+        section, _, key = dotted.partition(".")
+        _set_from_text(tables, section, key, env[variable], f"environment variable {variable}")
     for dotted, text in (flags or {}).items():
         section, _, key = dotted.partition(".")
         _set_from_text(tables, section, key, text, f"flag --set {dotted}")
     loaded = Config(**{section.name: _SECTIONS[section.name](**tables[section.name]) for section in fields(Config)})
     _check_together(loaded)
     return loaded
+
+
+def set_by_environment(env: Mapping[str, str]) -> dict[str, str]:
+    """Variables of ``env`` that are settings, with the name ``section.key`` of each."""
+    names = (name for name in env if name.startswith("KVASIR_") and name not in RESERVED_ENVIRONMENT)
+    return {name: ".".join(name.removeprefix("KVASIR_").lower().split("_", 1)) for name in names}
+
+
+def value_of(config: Config, name: str) -> Any:
+    """The value of ``section.key``; ``None`` if there is no such setting."""
+    section, _, key = name.partition(".")
+    return getattr(getattr(config, section), key) if section in _SECTIONS and key in _types(section) else None
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -44,6 +44,7 @@ def _passphrase(
 
 
 async def _node(config: Config, paths: Paths, passphrase: str | None) -> int:
+    from kvasir_console.node import overrides
     from kvasir_console.node.admin import AdminServer
     from kvasir_console.node.node import Node
     from kvasir_console.node.snapshot import NodeSnapshot
@@ -59,7 +60,7 @@ async def _node(config: Config, paths: Paths, passphrase: str | None) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, node.stop)
-    async with AdminServer(paths.runtime / "node.sock", node.verbs()):
+    async with AdminServer(paths.runtime / "node.sock", {**node.verbs(), **overrides.verbs(config)}):
         await node.run(passphrase)
     return ExitCode.OK
 
@@ -117,6 +118,8 @@ async def _gateway(config: Config, paths: Paths) -> int:
     )
     async with made as service:
         print(f"The gateway answers on {service.public_url}", file=sys.stderr, flush=True)
+        if isinstance(service, GatewayService) and service.warning:
+            print(service.warning, file=sys.stderr, flush=True)
         ended = {asyncio.create_task(stopping.wait()), asyncio.create_task(service.wait())}
         done, running = await asyncio.wait(ended, return_when=asyncio.FIRST_COMPLETED)
         for task in running:
@@ -130,31 +133,41 @@ def ask_node(verb: str, arguments: argparse.Namespace, config: Config) -> int:
     """``unlock``, ``lock`` or ``claim`` at the node that runs with this home; without one, a claim is made from here.
 
     Raises:
+        UsageError: a setting that the running node would ignore, or nothing to unlock with.
         NetworkError: no node runs, or for a claim: no gateway answers.
         WalletError: the passphrase is wrong, or the wallet is locked.
         LedgerError: there is nothing to claim yet.
     """
-    match verb:
-        case "unlock":
-            return asyncio.run(_unlock(arguments, keyring=config.wallet.keyring))
-        case "lock":
-            return asyncio.run(_lock())
-    return asyncio.run(_claim(arguments, config))
+    from kvasir_console.node.overrides import flag_names
+
+    # The key ring is asked by the command itself.
+    flags = [name for name in flag_names(settings_of(arguments)) if name != "wallet.keyring"]
+    return asyncio.run({"unlock": _unlock, "lock": _lock, "claim": _claim}[verb](arguments, config, flags))
 
 
-async def _lock() -> int:
+def settings_of(arguments: argparse.Namespace) -> tuple[str, ...]:
+    """Every ``--set``, given before or behind the command."""
+    return (*(arguments.set or ()), *getattr(arguments, "command_set", ()))
+
+
+async def _lock(_arguments: argparse.Namespace, config: Config, flags: list[str]) -> int:
+    from kvasir_console.node.overrides import refuse_ignored
+
     async with _running_node() as client:
+        await refuse_ignored(client, config, flags, "lock it as it runs")
         await client.call("lock")
     print("The node's wallet is locked.", file=sys.stderr)
     return ExitCode.OK
 
 
-async def _unlock(arguments: argparse.Namespace, *, keyring: bool) -> int:
+async def _unlock(arguments: argparse.Namespace, config: Config, flags: list[str]) -> int:
+    from kvasir_console.node.overrides import refuse_ignored
     from kvasir_console.wallet import passphrase_cache
 
     async with _running_node() as client:
         wallet = (await client.snapshot()).wallet  # no node: said before a passphrase is asked for
-        cache = (lambda: passphrase_cache.recall(wallet)) if keyring else None
+        await refuse_ignored(client, config, flags, "unlock it as it runs")
+        cache = (lambda: passphrase_cache.recall(wallet)) if config.wallet.keyring else None
         passphrase = _needed(_passphrase(arguments, "Passphrase of the wallet: ", cache), "Unlocking")
         await client.call("unlock", passphrase=passphrase)
         if arguments.remember:
@@ -173,11 +186,13 @@ def _needed(passphrase: str | None, what: str) -> str:
     return passphrase
 
 
-async def _claim(arguments: argparse.Namespace, config: Config) -> int:
+async def _claim(arguments: argparse.Namespace, config: Config, flags: list[str]) -> int:
+    from kvasir_console.node.overrides import refuse_ignored
     from kvasir_console.wallet.money import KVR, amount_text
 
     try:
         async with _running_node() as client:
+            await refuse_ignored(client, config, flags, "claim as it runs")
             claim = (await client.call("claim"))["claim"]
     except NetworkError as error:
         if error.code != "no_node_there":

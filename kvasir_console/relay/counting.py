@@ -63,6 +63,8 @@ class Tally:
     connects: int = 0
     opened_at: float = 0.0
     last_close: tuple[int, str] | None = None
+    closed_at: float = 0.0
+    """When the latest connection ended, Unix seconds."""
     connection: str = ""
     """Name of the latest connection; empty before the first."""
     _up: int = 0

@@ -202,11 +202,14 @@ class Front:
             return
         try:
             inner_writer.write(first)
-            await self._splice(reader, writer, inner_reader, inner_writer, requests)
+            whole = await self._splice(reader, writer, inner_reader, inner_writer, requests)
         finally:
             await close_writer(inner_writer, self._linger_s)
+        # TLS holds a part that ``drain`` does not know of: the end of an answer has as much time as the rest of it had.
+        close_s = self._stall_timeout_s if whole else self._linger_s
         if not requests.idle:
-            await finish(reader, writer, linger_s=self._linger_s)
+            await finish(reader, writer, linger_s=self._linger_s, close_s=close_s)
+        await close_writer(writer, close_s)
 
     async def _open_gateway(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         if isinstance(self._gateway, Path):
@@ -232,10 +235,13 @@ class Front:
         inner_reader: asyncio.StreamReader,
         inner_writer: asyncio.StreamWriter,
         requests: RequestStream,
-    ) -> None:
+    ) -> bool:
         """Pass requests in and answers out until the gateway has closed, or either side is gone.
 
         A client that closes its sending half still gets its answer.
+
+        Returns:
+            Whether all that the gateway said was passed on.
         """
 
         async def inward() -> None:
@@ -254,7 +260,9 @@ class Front:
                 writer.write(data)
                 async with asyncio.timeout(self._stall_timeout_s):
                     await writer.drain()
-            writer.transport.set_write_buffer_limits(high=0)  # now ``drain`` waits for the last byte to leave
+            if not writer.is_closing():
+                # Now ``drain`` waits for the last byte to leave. At 0, TLS would pause for ever if there is none.
+                writer.transport.set_write_buffer_limits(high=1)
             async with asyncio.timeout(self._stall_timeout_s):
                 await writer.drain()
 
@@ -270,6 +278,7 @@ class Front:
         for outcome in outcomes:
             if isinstance(outcome, HeadError):
                 _log.info("a connection was cut: %s", outcome)
+        return outcomes[1] is None
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, error: HeadError) -> None:
         body = json.dumps({"error": str(error)}).encode()

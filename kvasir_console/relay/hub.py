@@ -15,13 +15,14 @@ import asyncio
 import logging
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Coroutine, Iterable
 from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
 from urllib.parse import parse_qsl
 
 from websockets.http11 import Request
 
-from kvasir_console.errors import NetworkError
+from kvasir_console.errors import KvasirError, NetworkError
 from kvasir_console.relay.authority import Admission, Authority, Refused
 from kvasir_console.relay.closing import CloseCode
 from kvasir_console.relay.counting import CONNECTION_HEADER, COUNTED_HEADER, RECEIVED_HEADER, Joint, SessionCount, Tally
@@ -35,7 +36,24 @@ EXPERT_PATH = "/api/expert-relay"
 RING_PATH = "/api/ring-relay"
 MAX_NAMES = 1024
 """Most sessions of one wallet that are counted, ever: names are the node's to choose, and counts are never dropped."""
+MAX_TALLIES = 16_384
+"""Most sessions whose counts are in memory, of all wallets: others are in the books (``Hub.trim``)."""
+QUIET_S = 60.0
+"""So long after its last connection a session's counts may leave the memory."""
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class Books(Protocol):
+    """Where counts are written down, those that are not in memory any more included. Both raise ``KvasirError``."""
+
+    async def names(self, wallet: str) -> Collection[str]:
+        """Every session name of a wallet that was written."""
+        ...
+
+    async def recall(self, wallet: str, key: str) -> Tally | None:
+        """A session's totals as they were written last."""
+        ...
 
 
 class Hub:
@@ -65,6 +83,8 @@ class Hub:
         self._max_frame_bytes = max_frame_bytes
         self._hold_bytes = hold_bytes
         self._now = now
+        self.books: Books | None = None
+        """Without them nothing leaves the memory."""
         self._tallies: dict[tuple[str, str], Tally] = {}
         self._names: dict[str, set[str]] = {}
         """Session names of a wallet, once it dialled."""
@@ -86,7 +106,7 @@ class Hub:
         await task
 
     def sessions(self) -> list[SessionCount]:
-        """What every session that ever was admitted has carried, by key; counts go on over redials."""
+        """What every session in memory has carried, by key: all that live, and those that lived last."""
         return sorted((tally.count() for tally in self._tallies.values()), key=lambda count: (count.key, count.wallet))
 
     def tallies(self) -> list[Tally]:
@@ -105,6 +125,23 @@ class Hub:
         """Go on from these totals; to be called before the first session."""
         self._tallies |= {(tally.wallet, tally.key): tally for tally in tallies}
         self._joints |= {joint.key: joint for joint in joints}
+
+    def trim(self, written: Callable[[Tally], bool]) -> list[tuple[str, str]]:
+        """Let go of what ``MAX_TALLIES`` does not hold: the sessions that ended first, if the books have all of them.
+
+        Returns:
+            (wallet, key) of those. When such a session dials again, it goes on from the books.
+        """
+        over, before = len(self._tallies) - MAX_TALLIES, self._now() - QUIET_S
+        if self.books is None or over <= 0:
+            return []
+        quiet = (tally for tally in self._tallies.values() if not tally.connected and tally.closed_at <= before)
+        gone = [tally for tally in sorted(quiet, key=lambda tally: tally.closed_at) if written(tally)][:over]
+        for tally in gone:
+            del self._tallies[tally.wallet, tally.key]
+        for wallet in {tally.wallet for tally in gone} - {wallet for wallet, _ in self._tallies}:
+            self._names.pop(wallet, None)
+        return [(tally.wallet, tally.key) for tally in gone]
 
     async def close_sessions(
         self,
@@ -208,7 +245,7 @@ class Hub:
         try:
             dial = _dial(request)
             session = Session(await self._admit(dial), ws)
-            self._check_name(session.admission)
+            await self._check_name(session.admission)
         except Refused as refusal:
             return Ending(refusal.close_code, refusal.reason)
         ending = Ending(CloseCode.UPSTREAM, "the relay failed")
@@ -232,12 +269,13 @@ class Hub:
         except TimeoutError:
             raise Refused(CloseCode.UPSTREAM, "the relay is too busy") from None
 
-    def _check_name(self, admission: Admission) -> None:
+    async def _check_name(self, admission: Admission) -> None:
         """Raises ``Refused`` for yet another name of a wallet that has had many."""
-        names = self._names.get(admission.wallet)
-        if names is None:
-            names = {key for wallet, key in self._tallies if wallet == admission.wallet}
-            self._names[admission.wallet] = names
+        if admission.wallet not in self._names:
+            written = () if self.books is None else await _from_books(self.books.names(admission.wallet))
+            here = {key for wallet, key in self._tallies if wallet == admission.wallet}
+            self._names.setdefault(admission.wallet, here | set(written))
+        names = self._names[admission.wallet]
         if admission.key not in names and len(names) >= MAX_NAMES:
             raise Refused(CloseCode.FORBIDDEN, f"this wallet has used {MAX_NAMES} session names; use one of them")
         names.add(admission.key)
@@ -253,16 +291,24 @@ class Hub:
         if older is not None:
             older.end(Ending(CloseCode.NORMAL, "replaced by a newer connection"))
             await older.left.wait()
-        tally = self._tallies.setdefault((admission.wallet, admission.key), session.tally)
-        session.tally = tally
+        session.tally = tally = await self._tally(session)
         tally.worker, tally.model_digest = admission.worker, admission.model_digest
         counted = tally.settle(received)
         told = {CONNECTION_HEADER: tally.enter(self._now())}
         session.ws.on_pong, session.ws.on_sent = tally.confirm, tally.add_tcp2ws
         return {**told, COUNTED_HEADER: counted} if counted else told
 
+    async def _tally(self, session: Session) -> Tally:
+        """The session's totals: in memory, in the books, or new."""
+        key = (session.admission.wallet, session.admission.key)
+        if key not in self._tallies:
+            written = None if self.books is None else await _from_books(self.books.recall(*key))
+            self._tallies[key] = written or session.tally
+        return self._tallies[key]
+
     def _leave(self, session: Session, ending: Ending) -> None:
         session.tally.leave(*ending)
+        session.tally.closed_at = self._now()
         if self._live.get(session.admission.key) is session:
             del self._live[session.admission.key]
         for ring_id in [ring_id for ring_id, entry in self._entries.items() if entry is session]:
@@ -406,6 +452,15 @@ class Hub:
                 await session.partner.result().part()
                 if session.ws.open:
                     session.end(PEER_LEFT)
+
+
+async def _from_books(asked: Coroutine[Any, Any, T]) -> T:
+    """Raises ``Refused`` while the books cannot be read."""
+    try:
+        return await asked
+    except KvasirError as error:
+        _log.warning("a session is turned away, for its counts cannot be read: %s", error)
+        raise Refused(CloseCode.UPSTREAM, "the relay is too busy") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,11 +109,14 @@ async def close_writer(writer: asyncio.StreamWriter, timeout_s: float = 1.0) -> 
         writer.transport.abort()
 
 
-async def finish(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, linger_s: float = 1.0) -> None:
+async def finish(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, linger_s: float = 1.0, close_s: float | None = None
+) -> None:
     """Close after a last word.
 
     The peer may still be sending. Closing a TCP socket with unread input resets it, and the reset can overtake the
-    last word; so input is thrown away until the peer has closed too, for ``linger_s`` at most.
+    last word; so input is thrown away until the peer has closed too, for ``linger_s`` at most. What is still buffered
+    has ``close_s`` to leave (default: ``linger_s``).
     """
     try:
         async with asyncio.timeout(linger_s):
@@ -124,4 +127,4 @@ async def finish(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, 
                 pass
     except OSError:  # a timeout is one too
         pass
-    await close_writer(writer, linger_s)
+    await close_writer(writer, linger_s if close_s is None else close_s)

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from textual.screen import Screen
 from kvasir_console import logs
 from kvasir_console.config import Config
 from kvasir_console.errors import ExitCode, NetworkError, UsageError
+from kvasir_console.node.overrides import flag_names
 from kvasir_console.paths import Paths
 from kvasir_console.screens.dashboard import Dashboard
 from kvasir_console.screens.dialogs import TEXT_CELLS, ConfirmScreen, UnlockScreen
@@ -66,6 +68,7 @@ class ConsoleApp(App[int]):
         actions: more keys.
         read_only: neither claims nor unlocks, and no key changes that.
         quit_warning: what quitting stops; with it, quitting asks first.
+        notice: what a person should read first.
         keymap: binding id to keys, for those who want others.
         symbols: graph symbols; ``None`` takes what the terminal can draw.
         clock: Unix time in seconds.
@@ -84,6 +87,7 @@ class ConsoleApp(App[int]):
         actions: Sequence[LocalAction] = (),
         read_only: bool = False,
         quit_warning: str = "",
+        notice: str = "",
         keymap: Mapping[str, str] | None = None,
         symbols: Symbols | None = None,
         clock: Callable[[], float] = time.time,
@@ -100,6 +104,7 @@ class ConsoleApp(App[int]):
         self._reader = Reader(sources, clock)
         self._actions = tuple(actions)
         self._quit_warning = quit_warning
+        self._notice = notice
         self._keymap_wanted = dict(keymap or {})
         self._interval_s = interval_s
         symbols = symbols or default_symbols()
@@ -117,6 +122,8 @@ class ConsoleApp(App[int]):
         if self._keymap_wanted:
             self.set_keymap(self._keymap_wanted)
         self.run_worker(self._follow(), name="snapshots", group="snapshots")
+        if self._notice:
+            self.dashboard.say(self._notice, "warning")
 
     async def on_unmount(self) -> None:
         await self._reader.close()
@@ -210,6 +217,7 @@ def run_console(config: Config, arguments: argparse.Namespace) -> int:
     """``kvasir-console`` on a terminal: the screens over the node that runs with this home, else over a new one here.
 
     Raises:
+        UsageError: a ``--set`` that the running node would ignore.
         KvasirError: what ended the node, or kept it from starting.
     """
     return asyncio.run(_console(config, arguments))
@@ -219,8 +227,11 @@ async def _console(config: Config, arguments: argparse.Namespace) -> int:
     paths = Paths.from_environment().ensure()
     running = AttachedSource(paths.runtime / "node.sock", "the node that runs here")
     try:
-        await running.snapshot()
-        return await run_app(ConsoleApp([running]))
+        locked = (await running.snapshot()).wallet_locked
+        notice = _attached_notice(await running.ignored(config, flag_names(arguments.set)), arguments, locked=locked)
+        if notice:
+            print(notice, file=sys.stderr, flush=True)  # it stays when the screens are gone
+        return await run_app(ConsoleApp([running], notice=notice))
     except NetworkError as error:
         if error.code != "no_node_there":
             raise
@@ -229,8 +240,22 @@ async def _console(config: Config, arguments: argparse.Namespace) -> int:
     return await _embedded(config, arguments, paths)
 
 
+def _attached_notice(variables: Sequence[str], arguments: argparse.Namespace, *, locked: bool) -> str:
+    """What this command was given and the node that runs here does not follow."""
+    told = []
+    if variables:
+        told.append(f"{', '.join(variables)} {'has' if len(variables) == 1 else 'have'} no effect on it.")
+    if locked and (arguments.passphrase_file is not None or arguments.passphrase_fd is not None):
+        flag = "--passphrase-file" if arguments.passphrase_file is not None else "--passphrase-fd"
+        told.append(f"{flag} does not unlock it. Press u, or run kvasir-console wallet unlock.")
+    if not told:
+        return ""
+    return f"A node runs here already{', with other settings' if variables else ''}. {' '.join(told)}"
+
+
 async def _embedded(config: Config, arguments: argparse.Namespace, paths: Paths) -> int:
     """A node in this process. It answers on its socket too, so that ``status`` and ``claim`` find it."""
+    from kvasir_console.node import overrides
     from kvasir_console.node.admin import AdminServer
     from kvasir_console.node.node import Node
 
@@ -245,7 +270,7 @@ async def _embedded(config: Config, arguments: argparse.Namespace, paths: Paths)
         [EmbeddedSource(node, node.name)],
         quit_warning="The node runs in this console. Quitting ends its last requests, then stops it.",
     )
-    async with AdminServer(paths.runtime / "node.sock", node.verbs()):
+    async with AdminServer(paths.runtime / "node.sock", {**node.verbs(), **overrides.verbs(config)}):
         task = asyncio.create_task(node.run(passphrase), name="node")
         task.add_done_callback(lambda _: app.exit(int(ExitCode.FAILURE)))
         try:

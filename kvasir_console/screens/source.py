@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from kvasir_console.config import Config
 from kvasir_console.node.admin import AdminClient
+from kvasir_console.node.overrides import ignored_environment, refuse_ignored
 from kvasir_console.node.snapshot import NodeSnapshot
 from kvasir_console.screens import format as fmt
 
@@ -69,6 +71,11 @@ class AttachedSource:
 
     async def snapshot(self) -> NodeSnapshot:
         return await self._reading.snapshot()
+
+    async def ignored(self, config: Config, flags: Iterable[str]) -> tuple[str, ...]:
+        """Environment variables that the node does not follow; raises ``UsageError`` for a ``--set`` of that kind."""
+        await refuse_ignored(self._acting, config, flags, "look at it")
+        return await ignored_environment(self._acting, config)
 
     async def claim(self) -> str:
         return claim_text((await self._acting.call("claim"))["claim"])

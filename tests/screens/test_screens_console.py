@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from console_terminal import LEAVE, Terminal
+from console_terminal import ENTER, LEAVE, Terminal
 
 PASSPHRASE = "seven words are not on this list"
 COMMAND = [sys.executable, "-m", "kvasir_console"]
@@ -36,8 +36,8 @@ def stack() -> Iterator[ExitStack]:
         yield opened
 
 
-def opened(stack: ExitStack, settings: dict[str, str]) -> Terminal:
-    terminal = Terminal(COMMAND, **settings)
+def opened(stack: ExitStack, settings: dict[str, str], *arguments: str) -> Terminal:
+    terminal = Terminal([*COMMAND, *arguments], **settings)
     stack.callback(terminal.close)
     return terminal
 
@@ -65,6 +65,37 @@ def test_a_node_is_unlocked_watched_by_a_second_console_and_stopped(home: dict[s
     assert LEAVE in node.output
     for each in (node, watcher):
         assert PASSPHRASE.replace(" ", "") not in each.text
+
+
+def test_what_a_running_node_does_not_follow_is_told_by_name(
+    home: dict[str, str], stack: ExitStack, tmp_path: Path
+) -> None:
+    node = opened(stack, home, "--set", "node.name=box")
+    node.expect_text("○locked")
+
+    other = opened(stack, home, "--set", "node.name=other", "--set", "node.poll_s=7")
+    assert other.wait() == 2
+    assert "--setnode.name,node.poll_swouldhavenoeffect" in other.text
+    assert LEAVE not in other.output
+
+    same = opened(stack, home, "--set", "node.name=box")
+    same.expect_text("○locked")
+    assert "noeffect" not in same.text
+    same.type("q")
+    assert same.wait() == 0
+
+    secret = str(tmp_path / "passphrase")
+    watcher = opened(stack, {**home, "KVASIR_NODE_POLL_S": "7"}, "--passphrase-file", secret)
+    watcher.expect_text("KVASIR_NODE_POLL_Shasnoeffectonit.--passphrase-filedoesnotunlockit.")
+    watcher.expect_text("○locked")
+    assert all(b"KVASIR_NODE_POLL_S" in each for each in watcher.output.split(ENTER))  # before the screens, and on them
+    watcher.type("q")
+    assert watcher.wait() == 0
+
+    node.type("q")
+    node.expect_text("Thenoderunsinthisconsole.")
+    node.type("y")
+    assert node.wait() == 0
 
 
 def test_without_a_wallet_it_says_how_to_make_one(stack: ExitStack) -> None:

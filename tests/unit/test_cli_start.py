@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 
 from kvasir_console import __version__, cli
+from kvasir_console.config import Config, NetworkConfig
 from kvasir_console.errors import ExitCode, LedgerError, WalletError
-from kvasir_console.node import phase
+from kvasir_console.node import overrides, phase
 from kvasir_console.node.admin import AdminServer, Handler
 from kvasir_console.node.gateway.identity import Secrets
 from kvasir_console.node.snapshot import EarningsView, NodeSnapshot, SliceView, WorkView
@@ -374,7 +375,8 @@ class RunningNode:
                 raise LedgerError("nothing_to_claim", "0 micro-KVR are pending.", "It accrues with work.")
             return {"claim": {"claim_id": "c", "micro_kvr": self.pending, "state": "reserved"}}
 
-        return {"status": status, "unlock": unlock, "lock": lock, "claim": claim}
+        runs_with = Config(network=NetworkConfig(gateway=SNAPSHOT.gateway))
+        return {"status": status, "unlock": unlock, "lock": lock, "claim": claim, **overrides.verbs(runs_with)}
 
 
 async def ask(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -429,6 +431,19 @@ async def test_a_claim_is_made_from_outside(node):
     assert (await ask("wallet", "claim")).stdout == "1.500000 KVR claimed, reserved\n"
     as_json = await ask("wallet", "claim", "--json")
     assert json.loads(as_json.stdout) == {"claim_id": "c", "micro_kvr": 1_500_000, "state": "reserved"}
+
+
+async def test_settings_that_a_running_node_would_ignore_are_refused_by_name(node, secret):
+    node.pending = 1_500_000
+    other = ("--set", "network.gateway=https://other.example.net")
+    for words in (("claim",), ("lock",), ("unlock", "--passphrase-file", str(secret))):
+        result = await ask("wallet", *words, *other)
+        failed(result, ExitCode.USAGE, "A node runs here already", "--set network.gateway would have no effect")
+        failed(await ask(*other, "wallet", *words), ExitCode.USAGE, "network.gateway")
+    assert (node.locked, node.passphrases) == (0, [])
+    assert (await ask("wallet", "claim", "--set", f"network.gateway={SNAPSHOT.gateway}")).returncode == ExitCode.OK
+    unlocked = await ask("wallet", "unlock", "--passphrase-file", str(secret), "--set", "wallet.keyring=true")
+    assert unlocked.returncode == ExitCode.OK
 
 
 async def test_a_second_node_with_the_same_home_does_not_start(node, home):

@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 
 BUSY_CODES = frozenset({"queue_full", "queue_timeout", "kv_budget_full", "ring_busy"})
 """An engine's refusals that say: not now."""
+NO_MODEL = "This gateway serves no model: its configuration names none (gateway.models is empty)."
+NO_MODEL_HINT = "Its operator adds a [[gateway.models]] table with id, path and placement, and starts it again."
 
 
 class OpenAI:
@@ -97,7 +99,7 @@ class OpenAI:
             if backend.ready:
                 return JSONResponse({"status": "ok", "model": model_id, "name": backend.info.name})
         if not self._backends:
-            return JSONResponse({"status": "no_model"}, 503)
+            return JSONResponse({"status": "no_model", "detail": f"{NO_MODEL} {NO_MODEL_HINT}"}, 503)
         return JSONResponse({"status": "unhealthy", "recovering": True}, 503)
 
     async def chat(self, request: Request) -> Response:
@@ -146,7 +148,7 @@ class OpenAI:
         if len(named) == 1:
             return named[0]
         if not self._backends:
-            raise EngineError("ring_recovering", "No model is served at the moment.", "Try again soon.")
+            raise EngineError("no_model", NO_MODEL, NO_MODEL_HINT)
         served = ", ".join(self._backends)
         raise UsageError("model_not_served", f"The model {name[:80]!r} is not served here.", f"Served: {served}.")
 

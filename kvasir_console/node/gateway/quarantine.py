@@ -7,14 +7,16 @@ A case is one conviction by one engine run. Whose word it is decides how far it 
   and was not credited is void. A stage is a stranger; it could have left that work out of its reports as well, so its
   word takes nothing from the worker that it had not in its hands.
 
-The operator may lift all cases of a worker. It may serve again and has to be proven anew; what was void stays void.
+The operator may lift all cases of a worker, or of all workers of a wallet. They may serve again and have to be proven
+anew; what was void stays void. A stage has at most one open case against a session, whatever it says; what other runs
+of it still hold against the session is lifted with that case, or it would be a new one at once.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -22,7 +24,9 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
 from kvasir_console.node.gateway.store import Store
-from kvasir_console.node.gateway.tables import counters, meter, quarantines
+from kvasir_console.node.gateway.tables import counters, meter, quarantines, stage_reports
+from kvasir_console.relay.wire.stage_report import StageReport
+from kvasir_console.relay.wire.statement import GENESIS
 
 log = logging.getLogger(__name__)
 
@@ -90,16 +94,61 @@ class Quarantines:
         with self._store.read() as connection:
             return tuple(_case(row) for row in connection.execute(query))
 
+    def against(self, wallet: str, worker_id: str = "") -> tuple[Case, ...]:
+        """All that a lift would lift: of one worker, or of every one of the wallet."""
+        with self._store.read() as connection:
+            return (*_open(connection, wallet, worker_id), *_unlisted(connection, wallet, worker_id))
+
     def lift(self, wallet: str, worker_id: str, now: int) -> tuple[Case, ...]:
-        """Lift every open case of a worker; which those were."""
-        mine = _of(wallet, worker_id)
+        """Lift every case of a worker, or without one of every worker of the wallet; which those were."""
         with self._store.write() as connection:
-            query = sa.select(quarantines).where(*mine, quarantines.c.lifted_at.is_(None)).with_for_update()
-            found = tuple(_case(row) for row in connection.execute(query))
+            found, more = _open(connection, wallet, worker_id), _unlisted(connection, wallet, worker_id)
+            named = _of(wallet, worker_id)
             connection.execute(
-                quarantines.update().where(*mine, quarantines.c.lifted_at.is_(None)).values(lifted_at=now)
+                quarantines.update().where(*named, quarantines.c.lifted_at.is_(None)).values(lifted_at=now)
             )
-        return found
+            for case in more:
+                connection.execute(quarantines.insert().values(**asdict(replace(case, lifted_at=now))))
+        return (*found, *more)
+
+
+def case_of(report: StageReport, signature: str, worker_id: str, at: int) -> Case:
+    """What a stage's report holds against a worker."""
+    return Case(
+        wallet=report.wallet,
+        worker_id=worker_id,
+        caught_by=report.stage,
+        run_id=stage_run_id(report.stage, report.run),
+        session=report.session,
+        number=report.convictions,
+        at=at,
+        fault=report.fault,
+        evidence_digest="" if report.evidence == GENESIS else report.evidence,
+        report=report.text(),
+        signature=signature,
+    )
+
+
+def _open(connection: Connection, wallet: str, worker_id: str) -> tuple[Case, ...]:
+    query = sa.select(quarantines).where(*_of(wallet, worker_id), quarantines.c.lifted_at.is_(None))
+    order = (quarantines.c.at, quarantines.c.worker_id)
+    return tuple(_case(row) for row in connection.execute(query.order_by(*order).with_for_update()))
+
+
+def _unlisted(connection: Connection, wallet: str, worker_id: str) -> tuple[Case, ...]:
+    """What stages hold against workers by their latest reports, beside the case that was open already."""
+    of = stage_reports.c
+    named = (of.wallet == wallet, *((of.worker_id == worker_id,) if worker_id else ()))
+    query = sa.select(of.text, of.signature, of.worker_id, of.opened_at).where(
+        *named, of.text.contains('"quarantined":true', autoescape=True)
+    )
+    cases = []
+    for row in connection.execute(query.order_by(of.opened_at)):
+        report = StageReport.parse(row.text)
+        case = case_of(report, row.signature, row.worker_id, int(row.opened_at))
+        if report.quarantined and _standing(connection, case) is None:
+            cases.append(case)
+    return tuple(cases)
 
 
 def open_cases(connection: Connection, wallet: str, worker_id: str) -> set[str]:
@@ -170,7 +219,9 @@ def caught_in(run_id: str) -> str:
 
 
 def _of(wallet: str, worker_id: str) -> Sequence[sa.ColumnElement[bool]]:
-    return quarantines.c.wallet == wallet, quarantines.c.worker_id == worker_id
+    """Cases of a worker, or without one of every worker of the wallet."""
+    mine = quarantines.c.wallet == wallet
+    return (mine, quarantines.c.worker_id == worker_id) if worker_id else (mine,)
 
 
 def _case(row: sa.Row[Any]) -> Case:

@@ -46,10 +46,7 @@ def _show(cases: Sequence[Case], arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps([case.to_json() for case in cases], indent=2))
         return ExitCode.OK
-    for case in cases:
-        print("\n".join(describe(case)))
-    if not cases:
-        print("No worker is quarantined.")
+    print(_described(cases) or "No worker is quarantined.")
     return ExitCode.OK
 
 
@@ -69,26 +66,37 @@ def describe(case: Case) -> list[str]:
 
 
 def _lift(book: Quarantines, arguments: argparse.Namespace) -> int:
-    mine = [case for case in book.cases() if (case.wallet, case.worker_id) == (arguments.wallet, arguments.worker)]
+    wallet, worker = arguments.wallet, arguments.worker
+    mine = book.against(wallet, worker)
     if not mine:
+        who = f"No worker {worker} of {wallet}" if worker else f"No worker of {wallet}"
         raise LedgerError(
             "not_quarantined",
-            f"No worker {arguments.worker} of {arguments.wallet} is quarantined.",
+            f"{who} is quarantined.",
             "kvasir-console quarantine list names those that are.",
         )
     if not arguments.yes:
         with controlling_terminal() as person:
             asked = require(person, "Lifting a quarantine", "To lift it without a question, add --yes.")
-            asked.show("\n".join(line for case in mine for line in describe(case)))
+            asked.show(_described(mine))
             asked.show("It may serve again and is checked fully at first; what was void stays void.")
-            if not confirm(asked, "Lift it?"):
+            if not confirm(asked, f"Lift {_counted(mine)}?"):
                 raise UsageError("not_lifted", "Nothing was lifted.")
-    lifted = book.lift(arguments.wallet, arguments.worker, int(time.time()))
+    lifted = book.lift(wallet, worker, int(time.time()))
     if arguments.json:
         print(json.dumps({"lifted": [case.to_json() for case in lifted]}, indent=2))
     else:
-        print(f"The quarantine of {arguments.worker} is lifted ({len(lifted)} case{'s' * (len(lifted) != 1)}).")
+        print(f"{_described(lifted)}\nLifted: {_counted(lifted)}.")
     return ExitCode.OK
+
+
+def _described(cases: Sequence[Case]) -> str:
+    return "\n".join(line for case in cases for line in describe(case))
+
+
+def _counted(cases: Sequence[Case]) -> str:
+    workers = len({case.worker_id for case in cases})
+    return f"{len(cases)} case{'s' * (len(cases) != 1)} of {workers} worker{'s' * (workers != 1)}"
 
 
 def _shown(name: str) -> str:

@@ -34,7 +34,7 @@ from kvasir_console.node.gateway.identity import Identity, Secrets
 from kvasir_console.node.gateway.info import Info
 from kvasir_console.node.gateway.ledger import Ledger
 from kvasir_console.node.gateway.metering import Meter
-from kvasir_console.node.gateway.openai import OpenAI
+from kvasir_console.node.gateway.openai import NO_MODEL, OpenAI
 from kvasir_console.node.gateway.participation import Participation
 from kvasir_console.node.gateway.payments import Payments
 from kvasir_console.node.gateway.plans import make_rings
@@ -84,6 +84,16 @@ class GatewayService:
     @property
     def public_url(self) -> str:
         return f"{'https' if self._config.gateway.tls_cert else 'http'}://{self._identity.domains[0]}"
+
+    @property
+    def warning(self) -> str:
+        """What an operator has to know about a gateway that runs and is of no use; empty if all is well."""
+        if self._config.gateway.models:
+            return ""
+        return (
+            f"{NO_MODEL} It keeps its books and takes claims; requests and nodes are turned away. Add a "
+            f"[[gateway.models]] table (id, path, placement) to {self._paths.config_file} and start it again."
+        )
 
     @property
     def hub_key(self) -> str:
@@ -191,6 +201,8 @@ class GatewayService:
         if self._rings:
             self._spawn("standbys", self._standbys.run())
         log.info("the gateway serves %s", self.public_url)
+        if self.warning:
+            log.warning("%s", self.warning)
 
     def _backend(self, number: int, model: CatalogModel, trunks: dict[str, Trunk]) -> Backend:
         """What answers for a model; a trunk's engine is added to ``trunks``."""

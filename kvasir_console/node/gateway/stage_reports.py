@@ -30,14 +30,14 @@ from kvasir_console.node.gateway.census import Census, OfferedModel
 from kvasir_console.node.gateway.identity import Identity
 from kvasir_console.node.gateway.metering import EXPERT, Contribution, enter
 from kvasir_console.node.gateway.plans import PlannedRing
-from kvasir_console.node.gateway.quarantine import Case, Standing, catch, stage_run_id
+from kvasir_console.node.gateway.quarantine import Standing, case_of, catch, stage_run_id
 from kvasir_console.node.gateway.store import Store
 from kvasir_console.node.gateway.tables import stage_bytes, stage_reports
 from kvasir_console.node.gateway.web import read_json
 from kvasir_console.relay.counting import Joint
 from kvasir_console.relay.hub import Hub
 from kvasir_console.relay.wire.stage_report import MAX_TEXT_BYTES, StageReport, Work, check_growth, check_passed
-from kvasir_console.relay.wire.statement import GENESIS, held_digest
+from kvasir_console.relay.wire.statement import held_digest
 from kvasir_console.wallet import settlement
 from kvasir_console.wallet.keys import decode_signature, verify
 
@@ -204,22 +204,6 @@ class Booking:
     def run_id(self) -> str:
         return stage_run_id(self.report.stage, self.report.run)
 
-    def case(self, worker_id: str, now: int) -> Case:
-        report = self.report
-        return Case(
-            wallet=report.wallet,
-            worker_id=worker_id,
-            caught_by=report.stage,
-            run_id=self.run_id,
-            session=report.session,
-            number=report.convictions,
-            at=now,
-            fault=report.fault,
-            evidence_digest="" if report.evidence == GENESIS else report.evidence,
-            report=report.text(),
-            signature=self.signature,
-        )
-
 
 def book(store: Store, made: Booking, now: int) -> Standing | None:
     """Enter a report and what it makes of the books, or nothing. Raises ``KvasirError``."""
@@ -250,7 +234,9 @@ def book(store: Store, made: Booking, now: int) -> Standing | None:
         else:
             connection.execute(stage_reports.update().where(*at, of.run == report.run).values(**values))
         worker_id = str(values["worker_id"])
-        standing = catch(connection, made.case(worker_id, now)) if report.quarantined else None
+        standing = None
+        if report.quarantined:
+            standing = catch(connection, case_of(report, made.signature, worker_id, now))
         enter(connection, _contribution(connection, made, worker_id, now))
     return standing
 

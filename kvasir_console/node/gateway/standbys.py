@@ -141,7 +141,9 @@ class Standbys:
             if not 0 <= rank < len(ring.plan.stages):
                 raise UsageError("unknown_rank", f"The ring {ring_id} has the ranks 0 to {len(ring.plan.stages) - 1}.")
             if generation not in (None, ring.plan.generation):
-                raise UsageError("plan_changed", f"The ring {ring_id} has another plan by now.")
+                raise UsageError(
+                    "plan_changed", f"The ring {ring_id} has another plan by now, generation {ring.plan.generation}."
+                )
             if ring.plan.stage_of(wallet) is not None:
                 raise UsageError("serves_already", "That wallet serves a window of this ring already.")
             old = ring.plan.stages[rank].wallet
@@ -169,14 +171,16 @@ class Standbys:
         return JSONResponse({"rings": self.rings(), "moves": [asdict(each) for each in self._moves]})
 
     async def ask(self, request: Request) -> Response:
-        """The operator moves a window, whoever is there."""
+        """The operator moves a window, whoever is there; with ``generation`` out of that plan only."""
         self._identity.require_service(request.headers)
         body = await read_json(request)
-        rank = body.get("rank")
+        rank, generation = body.get("rank"), body.get("generation")
         if type(rank) is not int:
             raise UsageError("missing_field", "rank must be a whole number.")
+        if type(generation) not in (int, type(None)):
+            raise UsageError("missing_field", "generation must be a whole number.")
         ring_id, wallet = text_field(body, "ring", 128), text_field(body, "wallet", 64)
-        made = await self.move(ring_id, rank, wallet, "the operator asked for it")
+        made = await self.move(ring_id, rank, wallet, "the operator asked for it", generation)
         return JSONResponse({"move": asdict(made)})
 
     def _shown(self, ring_id: str, ring: PlannedRing) -> dict[str, Any]:

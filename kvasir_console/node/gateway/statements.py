@@ -14,7 +14,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,7 @@ from kvasir_console.node.gateway.store import Store
 from kvasir_console.node.gateway.tables import relay_counts, statements
 from kvasir_console.node.gateway.web import query_integer, read_json, text_field
 from kvasir_console.relay.counting import Tally
-from kvasir_console.relay.hub import Hub
+from kvasir_console.relay.hub import MAX_TALLIES, Hub
 from kvasir_console.relay.wire.statement import GENESIS, Statement, acknowledgement_text
 from kvasir_console.wallet.keys import decode_signature, verify
 
@@ -83,24 +83,25 @@ class Statements:
     async def restore(self) -> None:
         """Let the hub go on from what was written; before it serves."""
         rows = await asyncio.to_thread(self._read_counts)
-        tallies = []
-        for row in rows:
-            tally = Tally(row.session, row.wallet, row.worker_id, row.model_digest)
-            try:
-                tally.restore(json.loads(row.state))
-            except (ValueError, KeyError, TypeError) as error:
-                log.error("the byte counts of %s cannot be read: %s", row.session, error)
-                continue
-            tallies.append(tally)
-        self._hub.restore(tallies)
+        self._hub.restore(tally for row in rows if (tally := _tally(row)) is not None)
+        self._hub.books = self
+
+    async def names(self, wallet: str) -> Collection[str]:
+        """Session names of a wallet that have counts."""
+        return await asyncio.to_thread(self._read_names, wallet)
+
+    async def recall(self, wallet: str, key: str) -> Tally | None:
+        """The counts of a session that the hub let go of."""
+        row = await asyncio.to_thread(self._read_count, wallet, key)
+        return None if row is None else _tally(row)
 
     async def flush(self) -> None:
-        """Write the byte counts that changed."""
+        """Write the byte counts that changed; those of the sessions that ended first may leave the memory then."""
         async with self._writing:
             changed: dict[tuple[str, str], _Row] = {}
             now = int(self._clock())
             for tally in self._hub.tallies():
-                state = json.dumps(tally.state(), separators=(",", ":"))
+                state = _state(tally)
                 if tally.worker and self._written.get((tally.wallet, tally.key)) != state:
                     count = tally.count()
                     values = {
@@ -115,6 +116,8 @@ class Statements:
             if changed:
                 await asyncio.to_thread(self._write_counts, changed, now)
                 self._written |= {key: row.state for key, row in changed.items()}
+            for key in self._hub.trim(lambda tally: self._written.get((tally.wallet, tally.key)) == _state(tally)):
+                del self._written[key]
 
     async def statements(self, request: Request) -> Response:
         """What is new since a sequence: of one worker, or of each of the wallet's."""
@@ -158,8 +161,18 @@ class Statements:
     # From here on in a thread
 
     def _read_counts(self) -> Sequence[sa.Row[Any]]:
+        latest = sa.select(relay_counts).order_by(relay_counts.c.updated_at.desc()).limit(MAX_TALLIES)
         with self._store.read() as connection:
-            return connection.execute(sa.select(relay_counts)).all()
+            return connection.execute(latest).all()
+
+    def _read_count(self, wallet: str, key: str) -> sa.Row[Any] | None:
+        at = (relay_counts.c.wallet == wallet, relay_counts.c.session == key)
+        with self._store.read() as connection:
+            return connection.execute(sa.select(relay_counts).where(*at)).one_or_none()
+
+    def _read_names(self, wallet: str) -> set[str]:
+        with self._store.read() as connection:
+            return set(connection.scalars(sa.select(relay_counts.c.session).where(relay_counts.c.wallet == wallet)))
 
     def _write_counts(self, changed: dict[tuple[str, str], _Row], now: int) -> None:
         with self._store.write() as connection:
@@ -273,3 +286,18 @@ class Statements:
         )
         with self._store.write() as connection:
             connection.execute(statements.delete().where(statements.c.at < before, later.exists()))
+
+
+def _state(tally: Tally) -> str:
+    return json.dumps(tally.state(), separators=(",", ":"))
+
+
+def _tally(row: sa.Row[Any]) -> Tally | None:
+    """The totals in a row; ``None`` if they cannot be read."""
+    tally = Tally(row.session, row.wallet, row.worker_id, row.model_digest, closed_at=float(row.updated_at))
+    try:
+        tally.restore(json.loads(row.state))
+    except (ValueError, KeyError, TypeError) as error:
+        log.error("the byte counts of %s cannot be read: %s", row.session, error)
+        return None
+    return tally

@@ -382,7 +382,55 @@ async def test_an_early_answer_to_a_large_upload_arrives(runtime):
     server.close()
 
 
-async def test_the_end_of_an_answer_is_not_cut_off_for_a_slow_client(runtime, monkeypatch):
+@pytest.fixture(params=["plain", "tls"])
+def ends(request, tls_files):
+    """TLS of a front, and of who dials it; ``None`` twice for plain."""
+    if request.param == "plain":
+        return None, None
+    return server_context(tls_files.cert, tls_files.key), client_context(tls_files.ca)
+
+
+async def answering(path, body=b"", meanwhile=None):
+    """A gateway that answers one request with ``body``, then closes, once ``meanwhile`` is set."""
+
+    async def gateway(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        if meanwhile is not None:
+            await meanwhile.wait()
+        writer.close()
+
+    return await asyncio.start_unix_server(gateway, path)
+
+
+async def test_a_connection_ends_when_the_gateway_has_closed_it(runtime, ends):
+    server = await answering(runtime / "http.sock", b"hello")
+    async with Front(Hub(Table()), runtime / "http.sock", port=0, tls=ends[0], linger_s=0.1) as front:
+        reader, writer = await asyncio.open_connection("127.0.0.1", front.port, ssl=ends[1])
+        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        answer = await asyncio.wait_for(reader.read(), TIMEOUT_S)
+        assert answer.endswith(b"\r\n\r\nhello")
+        await until(lambda: front.connections == 0)
+        writer.close()
+    server.close()
+
+
+async def test_a_client_that_is_gone_before_the_gateway_closes_is_no_failure(runtime, ends, caplog):
+    closing = asyncio.Event()
+    server = await answering(runtime / "http.sock", b"hello", closing)
+    async with Front(Hub(Table()), runtime / "http.sock", port=0, tls=ends[0], linger_s=0.1) as front:
+        reader, writer = await asyncio.open_connection("127.0.0.1", front.port, ssl=ends[1])
+        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        await reader.readuntil(b"hello")
+        writer.transport.abort()
+        await asyncio.sleep(0.1)
+        closing.set()
+        await until(lambda: front.connections == 0)
+    server.close()
+    assert [each.getMessage() for each in caplog.records if each.levelname in ("WARNING", "ERROR")] == []
+
+
+async def test_the_end_of_an_answer_is_not_cut_off_for_a_slow_client(runtime, monkeypatch, ends):
     # Small kernel buffers, so that the front itself still holds a part when the gateway has closed.
     monkeypatch.setattr(front_module, "_keep_alive", lambda sock: _small_buffer(sock, socket.SO_SNDBUF))
     body = random.Random(4).randbytes(60_000)
@@ -396,11 +444,12 @@ async def test_the_end_of_an_answer_is_not_cut_off_for_a_slow_client(runtime, mo
         closed.set()
 
     server = await asyncio.start_unix_server(gateway, runtime / "http.sock")
-    async with Front(Hub(Table()), runtime / "http.sock", port=0, linger_s=0.05) as front:
+    async with Front(Hub(Table()), runtime / "http.sock", port=0, tls=ends[0], linger_s=0.05) as front:
         sock = socket.socket()
         _small_buffer(sock, socket.SO_RCVBUF)
         sock.connect(("127.0.0.1", front.port))
-        reader, writer = await asyncio.open_connection(sock=sock, limit=1024)
+        host = None if ends[1] is None else "127.0.0.1"
+        reader, writer = await asyncio.open_connection(sock=sock, limit=1024, ssl=ends[1], server_hostname=host)
         writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
         await asyncio.wait_for(closed.wait(), TIMEOUT_S)
         await asyncio.sleep(0.3)  # longer than the front lingers

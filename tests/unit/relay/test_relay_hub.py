@@ -25,6 +25,7 @@ from uplink_parts import relay
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed
 
+from kvasir_console.errors import LedgerError
 from kvasir_console.relay import hub as hub_module
 from kvasir_console.relay.counting import Tally
 from kvasir_console.relay.hub import Refused
@@ -202,6 +203,90 @@ async def test_a_wallet_cannot_fill_the_books_with_names(network, runtime, monke
             await client.send(frame(BINARY, b"x"))
             assert await client.receive_data(1) == b"x"
     assert len([each for each in hub.sessions() if each.wallet == WALLET]) == 3
+
+
+class Written:
+    """The books at the seam ``hub.Books``: what was written of each session, and whether they can be read."""
+
+    def __init__(self):
+        self.states, self.readable = {}, True
+
+    def write(self, tally):
+        self.states[tally.wallet, tally.key] = tally.state()
+
+    def has(self, tally):
+        return self.states.get((tally.wallet, tally.key)) == tally.state()
+
+    async def names(self, wallet):
+        if not self.readable:
+            raise LedgerError("store_busy", "The database is busy.")
+        return {key for owner, key in self.states if owner == wallet}
+
+    async def recall(self, wallet, key):
+        if not self.readable:
+            raise LedgerError("store_busy", "The database is busy.")
+        if (wallet, key) not in self.states:
+            return None
+        tally = Tally(key, wallet)
+        tally.restore(self.states[wallet, key])
+        return tally
+
+
+async def carry(hub, port, *names):
+    """A byte over each of these sessions, one after the other."""
+    for name in names:
+        async with RawClient.open(port, expert_target(name)) as client:
+            await client.send(frame(BINARY, b"x"))
+            await client.receive_data(1)
+        await until(lambda name=name: not any(each.connected for each in hub.sessions() if each.key == name))
+
+
+async def test_the_memory_holds_so_many_sessions_and_the_books_hold_the_others(network, runtime, monkeypatch):
+    hub, port, _, table = network
+    monkeypatch.setattr(hub_module, "MAX_TALLIES", 2)
+    monkeypatch.setattr(hub_module, "QUIET_S", 0)
+    monkeypatch.setattr(hub_module, "MAX_NAMES", 3)
+    books = Written()
+    for name, wallet in (("one", WALLET), ("two", WALLET), ("three", WALLET), ("four", WALLET), ("fifth", "another")):
+        table.expert(name, runtime / "e.data", wallet=wallet)
+    await carry(hub, port, "one", "two")
+    async with RawClient.open(port, expert_target("fifth")):
+        await until(lambda: any(each.connected for each in hub.sessions()))
+        await carry(hub, port, "three")
+        assert hub.trim(books.has) == []  # nobody keeps books
+        hub.books = books
+        assert hub.trim(books.has) == []  # nothing is written
+        for tally in hub.tallies():
+            books.write(tally)
+        assert hub.trim(books.has) == [(WALLET, "one"), (WALLET, "two")]
+        assert [each.key for each in hub.sessions()] == ["fifth", "three"]
+        # What was let go of goes on where it stood, and still counts against its wallet.
+        await carry(hub, port, "one")
+        assert {each.key: each.ws2tcp for each in hub.sessions()} == {"fifth": 0, "one": 2, "three": 1}
+        books.write(next(each for each in hub.tallies() if each.key == "one"))
+        assert hub.trim(books.has) == [(WALLET, "three")]
+        async with RawClient.open(port, expert_target("four")) as client:
+            assert (await client.receive_close())[0] == 4403
+        # Rather nobody is served than somebody whose counts begin anew.
+        books.readable = False
+        async with RawClient.open(port, expert_target("two")) as client:
+            assert (await client.receive_close())[0] == 1011
+        books.readable = True
+        await carry(hub, port, "two")
+        assert next(each.ws2tcp for each in hub.sessions() if each.key == "two") == 2
+
+
+async def test_a_session_that_lives_or_has_just_ended_stays_in_memory(network, monkeypatch):
+    hub, port, _, _ = network
+    monkeypatch.setattr(hub_module, "MAX_TALLIES", 0)
+    hub.books = Written()
+    async with RawClient.open(port, expert_target(SESSION)):
+        await until(lambda: any(each.connected for each in hub.sessions()))
+        assert hub.trim(lambda _: True) == []
+    await until(lambda: not hub.sessions()[0].connected)
+    assert hub.trim(lambda _: True) == []
+    monkeypatch.setattr(hub_module, "QUIET_S", 0)
+    assert hub.trim(lambda _: True) == [(WALLET, SESSION)]
 
 
 async def test_bytes_are_counted_over_redials_and_tell_when_the_session_is_up(network):

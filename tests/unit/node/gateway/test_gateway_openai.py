@@ -249,7 +249,11 @@ async def test_an_unknown_model_is_400_or_503_when_nothing_is_served(tmp_path: P
         reply = await served.client.post(CHAT, json=body)
         error = reply.json()["error"]
         assert (reply.status_code, error["type"], error["code"]) == (503, "hub_unavailable", "ring_recovering")
-        assert (await served.client.get("/v1/health")).json() == {"status": "no_model"}
+        assert "gateway.models is empty" in error["message"]
+        assert error["detail"].startswith("no_model: ")
+        health = await served.client.get("/v1/health")
+        assert (health.status_code, health.json()["status"]) == (503, "no_model")
+        assert "[[gateway.models]]" in health.json()["detail"]
 
 
 async def test_health_looks_at_every_model(tmp_path: Path) -> None:

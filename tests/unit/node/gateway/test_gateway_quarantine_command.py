@@ -68,6 +68,21 @@ def test_lift_needs_a_yes_and_lifts_every_case_of_the_worker(
     assert "quarantine list" in err
 
 
+def test_one_lift_lets_every_worker_of_a_wallet_back_and_lists_what_it_lifted(
+    store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    book = Quarantines(store)
+    book.catch(Case(ALICE.address, "box-2", "", "engine:moe:2", "expert-box-2", 1, int(NOW), "not finite"))
+    book.catch(Case(BOB.address, "box-1", "", "engine:moe:2", "expert-bob", 1, int(NOW)))
+    code, out, _ = answer(capsys, "lift", ALICE.address, "--yes")
+    assert code == ExitCode.OK
+    assert [word for word in ("box-1", "box-2", "off by 5%", "not finite", BOB.address) if word not in out] == []
+    assert out.endswith("Lifted: 3 cases of 2 workers.\n")
+    assert [case.wallet for case in book.cases()] == [BOB.address]
+    code, _, err = answer(capsys, "lift", ALICE.address, "--yes")
+    assert (code, "No worker of" in err) == (ExitCode.LEDGER, True)
+
+
 def test_without_a_gateways_database_that_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     code, out, err = answer(capsys, "list")
     assert (code, out) == (ExitCode.USAGE, "")

@@ -457,6 +457,23 @@ async def test_a_gateway_of_rings_alone_goes_on(tmp_path: Path, models: tuple[Se
         waiting.cancel()
 
 
+async def test_a_gateway_without_models_says_so_and_keeps_its_books(
+    tmp_path: Path, models: tuple[ServedModel, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running(tmp_path, ()) as gateway:
+        (told,) = [each.getMessage() for each in caplog.records if "serves no model" in each.getMessage()]
+        assert told == gateway.service.warning
+        assert "[[gateway.models]]" in told
+        assert str(gateway.paths.config_file) in told
+        health = await gateway.client.get("/v1/health")
+        assert (health.status_code, health.json()["status"]) == (503, "no_model")
+        assert (await gateway.chat("any")).status_code == 503
+        assert (await gateway.client.get("/api/config")).status_code == 200
+        assert await gateway.token(ALICE)
+    async with running(tmp_path / "other", models[1:]) as gateway:
+        assert gateway.service.warning == ""
+
+
 async def test_a_part_that_ends_is_seen(tmp_path: Path, models: tuple[ServedModel, ...]) -> None:
     async with running(tmp_path, models[:1]) as gateway:
         waiting = asyncio.create_task(gateway.service.wait())

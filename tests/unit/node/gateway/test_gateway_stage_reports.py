@@ -363,6 +363,25 @@ async def test_a_lifted_quarantine_is_told_to_the_stage_and_pays_only_what_comes
     assert await earned(served) == bytes_of(10, 20) + bytes_of(6, 12)
 
 
+async def test_one_lift_is_of_every_run_of_the_stage_that_caught_the_worker(stage: Stage) -> None:
+    served, book_ = stage.served, Quarantines(stage.served.store)
+    first = {"quarantined": True, "convictions": 1, "fault": "wrong", "evidence": "e1" * 32}
+    second = {**first, "fault": "wrong once more", "evidence": "e2" * 32, "run": "0b" * 16}
+    await stage.send(stage.report(1, 1, **first), stage.report(2, 2, **second))
+    (listed,) = book_.cases()
+    assert listed.evidence_digest == "e1" * 32
+    against = book_.against(CAROL.address, WORKER)
+    assert [each.evidence_digest for each in against] == ["e1" * 32, "e2" * 32]
+    assert book_.against(CAROL.address, "another") == book_.against(BOB.address) == ()
+    assert book_.lift(CAROL.address, WORKER, int(NOW)) == against
+    # The engine of the second run still holds it for quarantined, and hears that it was lifted.
+    assert await stage.send(stage.report(2, 2, 2, **second)) == [{"accepted": True, "lifted": True}]
+    assert not served.meter.quarantined(CAROL.address, WORKER, ALICE.address)
+    assert book_.cases() == ()
+    assert {each.lifted_at for each in book_.cases(lifted=True)} == {int(NOW)}
+    assert book_.lift(CAROL.address, WORKER, int(NOW)) == ()
+
+
 async def test_what_the_worker_announced_stands_in_its_statements(stage: Stage) -> None:
     served = stage.served
     tally = Tally(SESSION, CAROL.address, WORKER, "ab" * 32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -304,7 +304,7 @@ async def test_the_command_tells_who_is_gone_who_is_awaited_and_what_moved_when(
     gateway.clock.now += 12
     code, out = await told(gateway, tmp_path, capsys)
     assert (code, "awaited for 12 s" in out) == (ExitCode.OK, True)
-    code, out = await told(gateway, tmp_path, capsys, "--move", "1", "--to", CAROL.address)
+    code, out = await told(gateway, tmp_path, capsys, "--move", "1", "--to", CAROL.address, "--yes")
     assert code == ExitCode.OK
     moment = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(gateway.clock.now))
     assert f"{moment} {DENSE} rank 1 moved from {BOB.address} to {CAROL.address}" in out
@@ -323,6 +323,7 @@ async def test_the_command_tells_who_is_gone_who_is_awaited_and_what_moved_when(
         (("--move", "1"), ("--to WALLET",)),
         (("--to", CAROL.address), ("--move RANK",)),
         (("--ring", DENSE), ("--move",)),
+        (("--yes",), ("--move",)),
     ],
 )
 async def test_the_command_says_why_nothing_moved(
@@ -332,6 +333,87 @@ async def test_the_command_says_why_nothing_moved(
     assert (code, len(err.splitlines())) == (ExitCode.USAGE, 2)
     assert [word for word in words if word not in err] == []
     assert gateway.plan.generation == 1
+
+
+class Operator:
+    """At the terminal, once entered: reads what is shown, and answers. ``None`` is nobody."""
+
+    def __init__(self, answer: str | None, meanwhile: Callable[[], None] = lambda: None) -> None:
+        self.answer, self.meanwhile = answer, meanwhile
+        self.shown = self.question = ""
+
+    def __enter__(self) -> Operator | None:
+        return None if self.answer is None else self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    def show(self, text: str) -> None:
+        self.shown += text
+
+    def ask(self, question: str) -> str:
+        self.question = question
+        self.meanwhile()
+        return self.answer or ""
+
+
+MOVE = ("--move", "1", "--to", CAROL.address)
+
+
+async def test_a_move_is_told_and_asked_before_it_is_made(
+    gateway: Gateway, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await gateway.standbys.look()
+    gateway.connected(ALICE)
+    await gateway.standbys.look()
+    gateway.clock.now += 12
+    unsure = Operator("")
+    monkeypatch.setattr(rings_command, "controlling_terminal", lambda: unsure)
+    assert await told(gateway, tmp_path, capsys, *MOVE) == (
+        ExitCode.USAGE,
+        "kvasir-console: Nothing was moved.\n",
+    )
+    assert gateway.plan.generation == 1
+    assert gateway.relay.ended == []
+    assert f"{DENSE}, rank 1, layers 1 to 3" in unsure.shown
+    assert f"from {BOB.address}  gone for 12 s\n" in unsure.shown
+    assert f"to   {CAROL.address}  stands by, but has not said lately" in unsure.shown
+    assert "two minutes" in unsure.shown
+    assert "gateway.standby_grace_s" in unsure.shown
+    assert unsure.question == "Move it? [y/N] "
+    gateway.reports(CAROL)
+    sure = Operator("y")
+    monkeypatch.setattr(rings_command, "controlling_terminal", lambda: sure)
+    code, out = await told(gateway, tmp_path, capsys, *MOVE)
+    assert (code, f"moved from {BOB.address} to {CAROL.address}, generation 2" in out) == (ExitCode.OK, True)
+    assert f"to   {CAROL.address}  stands by with these layers\n" in sure.shown
+    assert "gateway.standby_grace_s" not in sure.shown
+
+
+async def test_with_nobody_to_ask_a_window_moves_with_yes_only(
+    gateway: Gateway, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rings_command, "controlling_terminal", lambda: Operator(None))
+    code, err = await told(gateway, tmp_path, capsys, *MOVE)
+    assert (code, "--yes" in err) == (ExitCode.USAGE, True)
+    assert gateway.plan.generation == 1
+    code, _ = await told(gateway, tmp_path, capsys, *MOVE, "--yes")
+    assert (code, gateway.plan.generation) == (ExitCode.OK, 2)
+
+
+async def test_what_was_agreed_to_is_not_done_to_another_plan(
+    gateway: Gateway, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = asyncio.get_running_loop()
+
+    def another_moves_it() -> None:
+        asyncio.run_coroutine_threadsafe(gateway.standbys.move(DENSE, 1, DAVE.address, "a test"), loop).result(10)
+
+    late = Operator("yes", another_moves_it)
+    monkeypatch.setattr(rings_command, "controlling_terminal", lambda: late)
+    code, err = await told(gateway, tmp_path, capsys, *MOVE)
+    assert (code, "another plan by now, generation 2" in err) == (ExitCode.USAGE, True)
+    assert gateway.plan.stages[1].wallet == DAVE.address
 
 
 async def test_another_service_token_is_named_as_the_cause(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from kvasir_console.node.gateway import hubkey
 from kvasir_console.node.gateway.identity import Identity, Secrets
 from kvasir_console.node.gateway.store import Store
 from kvasir_console.node.gateway.tables import statements as table
+from kvasir_console.relay import hub as hub_module
 from kvasir_console.relay.counting import Tally
 from kvasir_console.relay.wire.statement import (
     Head,
@@ -132,6 +134,35 @@ async def test_a_restarted_hub_goes_on_with_the_chain_and_the_counts(tmp_path: P
         head = checked(await page(served, await served.token(ALICE), since=1), (key,), head)
         assert head.latest is not None
         assert (head.sequence, head.latest.bytes_up, head.latest.rows) == (2, 1005, 3)
+
+
+async def test_counts_that_left_the_memory_are_stated_and_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with gateway(tmp_path) as served:
+        await served.statements.restore()
+        monkeypatch.setattr(hub_module, "MAX_TALLIES", 1)
+        token, work, other = await served.token(ALICE), Work(served), Work(served, BOB, "box-2", "expert-box-2")
+        await work.do(1000, 2000, 3)
+        work.tally.leave(1000, "")
+        await served.statements.flush()
+        assert served.hub.tallies() == [other.tally]
+        assert await served.statements.names(ALICE.address) == {SESSION}
+        head = checked(await page(served, token), (served.identity.hub_key,))
+        assert head.latest is not None
+        assert (head.latest.bytes_up, head.latest.bytes_down) == (1000, 2000)
+        back = await served.statements.recall(ALICE.address, SESSION)
+        assert back is not None
+        assert (back.count(), back.state()) == (
+            dataclasses.replace(work.tally.count(), opened_at=0.0, connects=0, last_close=None),
+            work.tally.state(),
+        )
+        assert await served.statements.recall(ALICE.address, "expert-box-2") is None
+        # What is not written yet stays, however many there are.
+        other.tally.leave(1000, "")
+        other.tally.add_ws2tcp(7)
+        served.hub.restore([back])
+        assert served.hub.trim(lambda tally: tally is back) == [(ALICE.address, SESSION)]
 
 
 async def test_a_rotated_key_goes_on_with_the_chain(tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ async def test_a_standby_takes_over_from_a_node_that_stays_dead(model: Path, tmp
         assert (await net.rings())[0]["generation"] == 2
 
         # The operator gives it its window back, whoever is there.
-        told = await rings_command(net, "--move", "1", "--to", dead.address, "--json")
+        told = await rings_command(net, "--move", "1", "--to", dead.address, "--yes", "--json")
         assert json.loads(told)["rings"][0]["stages"][1]["wallet"] == dead.address
         await net.wait_until(partial(snapshot_says, net, 1, Phase.SERVING, ""), "it does not serve again")
         last = Batch([Run(each) for each in made])

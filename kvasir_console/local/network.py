@@ -35,7 +35,7 @@ from kvasir_console.wallet.vault import open_vault
 RING_MODEL = "smollm2-135m"
 MOE_MODEL = "smollm2-8x135m"
 Say = Callable[[str], None]
-START_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 240.0
 KV_BUDGET_MIB = 512
 """For each of three engines that do not know of each other: half of what is free would be too much."""
 

@@ -24,7 +24,7 @@ from kvasir_console.wallet.settlement import RATE, micro_text
 
 Say = Callable[[str], None]
 Report = dict[str, Any]
-SETTLE_TIMEOUT_S = 30.0
+SETTLE_TIMEOUT_S = 120.0
 FINAL_STATES = ("confirmed", "failed", "expired")
 
 

@@ -22,7 +22,7 @@ from kvasir_console.engine.checkpoint.shape import ModelShape
 from kvasir_console.engine.checkpoint.shard import write_expert_shard
 from kvasir_console.engine.checkpoint.window import stage_tensors
 from kvasir_console.errors import EngineError, RequestError
-from kvasir_console.local.chat import Gateway
+from kvasir_console.local.chat import Answer, Gateway
 from kvasir_console.local.network import RING_MODEL, LocalNetwork, Models
 from kvasir_console.local.passage import load_models, one_pass, ready
 from kvasir_console.node.holding import ExpertHolding
@@ -35,9 +35,9 @@ from kvasir_console.wallet import phrase
 from kvasir_console.wallet.keys import KVASIR_PATH, Key, derive
 
 import builders
-from engines import engine, until
+from engines import PATIENCE_S, engine, until
 
-pytestmark = [pytest.mark.network, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.network, pytest.mark.timeout(900)]
 
 PROMPT = "the inner thread of the weather"
 
@@ -104,10 +104,9 @@ async def test_an_expert_worker_killed_with_work_in_flight_costs_no_token_and_se
 ) -> None:
     await network.wait_ready(lambda: ready(network, gateway, tiny), "a model is not served")
     local = await gateway.complete(tiny.moe_id, PROMPT, 24, experts="local", trace=True)
-    before = await gateway.complete(tiny.moe_id, PROMPT, 24, trace=True)
+    before = await remotely(gateway, tiny)
     victim = await network.snapshot(network.experts[0])
     assert victim is not None
-    assert before.kvasir["pairs_remote"] > 0
     assert victim.engine_pid is not None
     os.kill(victim.engine_pid, signal.SIGSTOP)  # its next request stays in flight, and is late
     during = await gateway.complete(tiny.moe_id, PROMPT, 24, trace=True)
@@ -120,10 +119,19 @@ async def test_an_expert_worker_killed_with_work_in_flight_costs_no_token_and_se
         again = snapshot is not None and snapshot.state.phase is Phase.SERVING
         return again and snapshot.engine_pid not in (None, victim.engine_pid) and await ready(network, gateway, tiny)
 
-    await until(serves_again, 60)
-    after = await gateway.complete(tiny.moe_id, PROMPT, 24)
+    await until(serves_again, 240)
+    after = await remotely(gateway, tiny)
     assert after.tokens == local.tokens
-    assert after.kvasir["pairs_remote"] > 0
+
+
+async def remotely(gateway: Gateway, tiny: Models) -> Answer:
+    """An answer of which no pair came late. A busy machine makes some late, and then it is asked again."""
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            answer = await gateway.complete(tiny.moe_id, PROMPT, 24, trace=True)
+            if answer.kvasir["pairs_remote"] > 0 and not answer.kvasir["failovers"]:
+                return answer
+            await asyncio.sleep(0.2)
 
 
 async def test_what_the_hub_states_is_what_each_node_counted(
@@ -300,7 +308,7 @@ def test_the_command_prints_the_report_and_its_text_is_the_reference(
     environment = {**os.environ, "KVASIR_HOME": str(tmp_path / "home"), "KVASIR_CACHE": str(model_cache)}
     command = [sys.executable, "-m", "kvasir_console", "local", "--headless", "--once", "--json"]
     done = subprocess.run(
-        [*command, "--prompt", "The capital of France is"], env=environment, capture_output=True, timeout=400
+        [*command, "--prompt", "The capital of France is"], env=environment, capture_output=True, timeout=800
     )
     assert done.returncode == 0, done.stderr.decode()[-4000:]
     report = json.loads(done.stdout)

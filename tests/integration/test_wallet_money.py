@@ -94,7 +94,7 @@ def owner(directory: Path, name: str, environment: dict[str, str]) -> Owner:
 
 @pytest.fixture
 async def world(tmp_path: Path) -> AsyncIterator[World]:
-    ledger = LedgerProcess(tmp_path).start()
+    ledger = LedgerProcess(tmp_path, slot_ms=120).start()  # what is signed lives longer than most stalls of a machine
     try:
         environment = {
             "KVASIR_WALLET_RPC_URL": ledger.url,

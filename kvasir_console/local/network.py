@@ -113,7 +113,7 @@ class LocalNetwork:
         await self._child(ledger)
         assert ledger.stdout is not None  # noqa: S101 - it was asked for
         try:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(START_TIMEOUT_S):
                 ready = json.loads(await ledger.stdout.readline())
         except (TimeoutError, ValueError) as error:
             raise _not_started("ledger", data / "ledger.log") from error

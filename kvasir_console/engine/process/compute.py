@@ -90,8 +90,7 @@ class Compute:
     @property
     def computing_s(self) -> float:
         """For how long whoever computes has done so; 0 while nobody does."""
-        with self._turn:
-            return time.monotonic() - self._began if self._busy else 0.0
+        return time.monotonic() - self._began if self._busy else 0.0  # asked of a thread that hangs: takes no lock
 
     def freed(self) -> None:
         """Much memory was freed. The allocator keeps it for the next request; if none comes, the system gets it."""

@@ -80,4 +80,4 @@ def test_files_and_processes_are_looked_at(tmp_path):
         assert {where for where, _ in found} == {f"{process.pid}/cmdline", f"{process.pid}/environ"}
     finally:
         process.kill()
-        process.wait(30)
+        process.wait(120)

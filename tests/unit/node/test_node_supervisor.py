@@ -53,7 +53,7 @@ def child(log_file: Path, script: str, **options) -> ChildProcess:
 
 
 async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while not condition():  # noqa: ASYNC110 - other processes set no event of ours
             await asyncio.sleep(0.01)
 

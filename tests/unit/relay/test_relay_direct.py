@@ -99,7 +99,7 @@ async def test_another_certificate_is_not_shown_the_ticket(identity: Identity) -
     with pytest.raises(NetworkError) as caught:
         await dial(Introduction("ring", 1, "P", TICKET, f"127.0.0.1:{port}", identity.fingerprint), loopback=True)
     assert caught.value.code == "direct_wrong_certificate"
-    await asyncio.wait_for(over.wait(), 10)
+    await asyncio.wait_for(over.wait(), 120)
     assert seen in ([], [b""])
     server.close()
 
@@ -132,10 +132,10 @@ async def test_strangers_that_say_nothing_are_few_and_leave(identity: Identity) 
         silent = [await asyncio.open_connection("127.0.0.1", listener.port, ssl=context) for _ in range(MAX_GREETING)]
         await until(lambda: listener._greeting == MAX_GREETING)
         reader, writer = await asyncio.open_connection("127.0.0.1", listener.port, ssl=context)
-        assert await asyncio.wait_for(reader.read(), 10) == b""  # at once, and the others in their time
+        assert await asyncio.wait_for(reader.read(), 120) == b""  # at once, and the others in their time
         writer.close()
         for reader, writer in silent:
-            assert await asyncio.wait_for(reader.read(), 10) == b""
+            assert await asyncio.wait_for(reader.read(), 120) == b""
             writer.close()
         await until(lambda: listener._greeting == 0)
         await (await dial(told(listener, identity), loopback=True)).close()
@@ -150,7 +150,7 @@ async def test_junk_gets_no_answer(identity: Identity, junk: bytes) -> None:
     async with listening(identity, timeout_s=0.5) as listener:
         reader, writer = await asyncio.open_connection("127.0.0.1", listener.port, ssl=context)
         writer.write(junk)
-        assert await asyncio.wait_for(reader.read(), 10) == b""
+        assert await asyncio.wait_for(reader.read(), 120) == b""
         writer.close()
 
 

@@ -115,7 +115,7 @@ async def test_a_refusal_says_what_it_means_and_is_tried_again(runtime, table, r
             link = await node.next_link()
             link.writer.write(b"hello")
             try:
-                assert await asyncio.wait_for(link.reader.readexactly(5), 10) == b"hello"
+                assert await asyncio.wait_for(link.reader.readexactly(5), 120) == b"hello"
                 break
             except (asyncio.IncompleteReadError, ConnectionError):
                 continue
@@ -275,10 +275,10 @@ async def test_closing_says_1000_and_ends_run(runtime, table):
         task = asyncio.create_task(uplink.run())
         await trunk.next_link()
         link = await node.next_link()
-        await asyncio.wait_for(uplink.close(), 5)
-        await asyncio.wait_for(task, 5)
+        await asyncio.wait_for(uplink.close(), 120)
+        await asyncio.wait_for(task, 120)
         assert uplink.snapshot().phase is UplinkPhase.CLOSED
-        assert await asyncio.wait_for(link.reader.read(), 5) == b""
+        assert await asyncio.wait_for(link.reader.read(), 120) == b""
         await until(lambda: not hub.sessions()[0].connected)
         assert hub.sessions()[0].last_close == (1000, "")
 
@@ -300,8 +300,8 @@ async def test_closing_does_not_wait_for_anybody(runtime, where):
     task = asyncio.create_task(uplink.run())
     expected = UplinkPhase.WAITING if where == "waiting" else UplinkPhase.DIALLING
     await until(lambda: uplink.snapshot().phase is expected)
-    await asyncio.wait_for(uplink.close(), 5)
-    await asyncio.wait_for(task, 5)
+    await asyncio.wait_for(uplink.close(), 120)
+    await asyncio.wait_for(task, 120)
     server.close()
 
 

@@ -50,7 +50,7 @@ async def running(uplink):
     try:
         yield uplink
     finally:
-        await asyncio.wait_for(uplink.close(), 10)
+        await asyncio.wait_for(uplink.close(), 120)
         await task
 
 

@@ -40,7 +40,7 @@ async def payment(client: AsyncClient, payer: Keypair, recipient: Pubkey, lampor
 
 async def reach(client: AsyncClient, signature: Signature, status: TransactionConfirmationStatus) -> Any:
     """Poll as a client does until ``signature`` has ``status``."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         while True:
             found = (await client.get_signature_statuses([signature])).value[0]
             if found is not None and int(found.confirmation_status) >= int(status):

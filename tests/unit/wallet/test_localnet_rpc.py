@@ -87,14 +87,14 @@ def test_an_auth_file_that_others_can_read_stops_the_process(tmp_path: Path) -> 
     ledger = LedgerProcess(tmp_path)
     ledger.auth_file.write_text("Bearer open")
     ledger.auth_file.chmod(0o644)
-    finished = subprocess.run(ledger.command(), capture_output=True, text=True, timeout=30)
+    finished = subprocess.run(ledger.command(), capture_output=True, text=True, timeout=120)
     assert finished.returncode == 8
     assert "chmod 600" in finished.stderr
     assert "Traceback" not in finished.stderr
 
 
 def test_a_second_process_on_the_same_data_stops_with_the_reason(process: LedgerProcess) -> None:
-    finished = subprocess.run(process.command(), capture_output=True, text=True, timeout=30)
+    finished = subprocess.run(process.command(), capture_output=True, text=True, timeout=120)
     assert finished.returncode == 8
     assert "in use" in finished.stderr
     assert finished.stdout == ""

@@ -28,7 +28,7 @@ from kvasir_console.wallet.localnet.subscriptions import MAX_SUBSCRIPTIONS
 from ledger_process import LedgerProcess
 
 SOL = 10**9
-WAIT_S = 30
+WAIT_S = 120.0
 
 
 def uri(process: LedgerProcess) -> str:

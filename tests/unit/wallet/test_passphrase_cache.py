@@ -132,5 +132,5 @@ def test_nothing_of_the_key_ring_is_loaded_by_the_wallet():
         "import sys, kvasir_console.headless, kvasir_console.wallet.command, kvasir_console.wallet.passphrase_cache\n"
         "print('keyring' in sys.modules)"
     )
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
     assert result.stdout == "False\n"

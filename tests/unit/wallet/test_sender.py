@@ -282,7 +282,7 @@ async def test_a_send_is_not_looked_for_on_another_cluster(
     other = LedgerProcess(tmp_path / "other", slot_ms=1).start()
     try:
         async with connect(other) as elsewhere:
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(120):
                 while (await elsewhere.latest_blockhash()).slot < sent.prepared.last_valid_block_height + 40:
                     pass
             sender = Sender(outbox, elsewhere)

@@ -175,7 +175,7 @@ async def answers_of(
         else:
             await network.mend()
     await network.mend()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         await asyncio.gather(*(answer.over.wait() for answer in answers))
     await network.close()
     return answers, network.recomputed

@@ -107,7 +107,7 @@ class Gateway:
 @pytest.fixture
 async def gateway() -> AsyncIterator[Gateway]:
     gate = Gateway()
-    server = uvicorn.Server(uvicorn.Config(gate.app(), port=0, log_config=None, lifespan="off"))
+    server = uvicorn.Server(uvicorn.Config(gate.app(), port=0, log_config=None, lifespan="off", timeout_keep_alive=600))
     task = asyncio.create_task(server.serve())
     await until(lambda: server.started)
     gate.url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"

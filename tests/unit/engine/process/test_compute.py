@@ -11,6 +11,8 @@ import torch
 
 from kvasir_console.engine.process.compute import Compute
 
+from engines import until
+
 
 @pytest.fixture
 def compute() -> Iterator[Compute]:
@@ -113,7 +115,7 @@ async def test_others_compute_while_one_waits_for_a_network_and_it_goes_on_befor
     second = asyncio.create_task(compute.run(other))
     await asyncio.to_thread(arrived.wait, 120)
     third = asyncio.create_task(compute.run(lambda: order.append("new")))
-    await asyncio.sleep(0.05)  # the first thread has come back to wait for its turn
+    await until(lambda: compute._returning)  # the first thread has come back to wait for its turn
     midway.set()
     await asyncio.gather(first, second, third)
     assert order == ["step", "other", "other ends", "step goes on", "new"]

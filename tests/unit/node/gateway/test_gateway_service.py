@@ -161,7 +161,7 @@ class Running:
         self.clock = clock
         self.paths = paths
         self.url = f"http://127.0.0.1:{service.port}"
-        self.client = httpx.AsyncClient(base_url=self.url, trust_env=False)
+        self.client = httpx.AsyncClient(base_url=self.url, trust_env=False, timeout=120)
 
     @property
     def engine(self) -> ScriptedEngine:
@@ -283,8 +283,14 @@ async def test_work_is_settled_through_engine_restarts_and_at_the_end(
 async def test_a_ring_answers_through_rank_0_and_its_stages_earn(
     tmp_path: Path, models: tuple[ServedModel, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvasir_console.node.gateway.backends.ENTRY_TIMEOUT_S", 0.1)
-    monkeypatch.setitem(RingBackend.__init__.__kwdefaults__, "recover_s", 0.5)
+    backends: list[RingBackend] = []
+
+    def patient(*arguments: Any) -> RingBackend:
+        backends.append(RingBackend(*arguments, recover_s=120.0))
+        return backends[-1]
+
+    monkeypatch.setattr("kvasir_console.node.gateway.backends.ENTRY_TIMEOUT_S", 120.0)
+    monkeypatch.setattr(service_module, "RingBackend", patient)
     async with running(tmp_path, models[1:]) as gateway:
         reply = await gateway.client.get("/v1/health")
         assert (reply.status_code, reply.json()["status"]) == (503, "unhealthy")
@@ -304,6 +310,8 @@ async def test_a_ring_answers_through_rank_0_and_its_stages_earn(
         assert await gateway.service.settle() == 2 * 6 * 10  # six rows a request, 1000 micro-units a row, 1/100 KVR
         earned = {account.wallet: account.credited_micro_kvr for account in gateway.service.ledger.accounts()}
         assert earned == {ALICE.address: 30, BOB.address: 90}  # one and three of four layers
+        monkeypatch.setattr("kvasir_console.node.gateway.backends.ENTRY_TIMEOUT_S", 0.1)
+        backends[0]._recover_s = 0.0  # nobody is expected back any more
         assert (await gateway.chat(DENSE)).status_code == 503
 
 
@@ -364,12 +372,12 @@ async def test_a_session_ends_when_its_worker_reports_another_window(
 async def test_an_engine_that_hangs_is_ended(
     tmp_path: Path, models: tuple[ServedModel, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvasir_console.node.gateway.trunk.READ_TIMEOUT_S", 0.01)
     monkeypatch.setattr(service_module, "READ_S", 0.01)
     async with running(tmp_path, models[:1]) as gateway:
         await asyncio.wait_for(gateway.engine.ready.wait(), 120)
         gateway.engine.revive.set()
         gateway.engine.silent = True
+        monkeypatch.setattr("kvasir_console.node.gateway.trunk.READ_TIMEOUT_S", 0.01)
         async with asyncio.timeout(120):
             while gateway.engine.lives == 1:  # noqa: ASYNC110 - another task's doing
                 await asyncio.sleep(0.01)

@@ -23,7 +23,7 @@ SOL = LAMPORTS_PER_SOL
 
 
 def connect(process: LedgerProcess, commitment: Any = Processed) -> AsyncClient:
-    return AsyncClient(process.url, commitment=commitment, extra_headers={"Authorization": process.auth})
+    return AsyncClient(process.url, commitment, timeout=60, extra_headers={"Authorization": process.auth})
 
 
 async def funded(client: AsyncClient, lamports: int = 10 * SOL) -> Keypair:

@@ -41,7 +41,7 @@ def headers(process: LedgerProcess) -> dict[str, str]:
 
 @pytest.fixture
 async def client(process: LedgerProcess) -> AsyncIterator[AsyncClient]:
-    async with AsyncClient(process.url, commitment=Processed, extra_headers=headers(process)) as connected:
+    async with AsyncClient(process.url, commitment=Processed, timeout=60, extra_headers=headers(process)) as connected:
         yield connected
 
 

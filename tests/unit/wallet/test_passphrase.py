@@ -138,9 +138,8 @@ def on_terminal(typed: list[bytes], *, confirm: bool) -> str:
     answers = list(typed)
     try:
         while select.select([terminal], [], [], 120)[0]:
-            piece = os.read(terminal, 1024)
-            shown += piece
-            if piece.endswith(b": ") and answers:
+            shown += os.read(terminal, 1024)
+            if shown.endswith(b": ") and answers:
                 os.write(terminal, answers.pop(0))
     except OSError:  # the terminal is gone with its last process
         pass

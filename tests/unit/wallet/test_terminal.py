@@ -39,9 +39,8 @@ def on_terminal(typed: list[bytes], term: str) -> str:
     shown, answers = b"", list(typed)
     try:
         while select.select([terminal], [], [], 120)[0]:
-            piece = os.read(terminal, 1024)
-            shown += piece
-            if piece.endswith((b": ", b". ")) and answers:
+            shown += os.read(terminal, 1024)
+            if shown.endswith((b": ", b". ")) and answers:
                 os.write(terminal, answers.pop(0))
     except OSError:  # the terminal is gone with its last process
         pass

@@ -204,6 +204,7 @@ def ring_samples() -> tuple[Frame, ...]:
         *ring.encode_known(EPOCH, {1: Known(3, 4, (5, 6, 7, 8)), 2: Known(0, 2, (1, 2))}),
         Frame(FrameKind.ROLL, EPOCH, (Item(1, rows=0), Item(2, rows=0))),
         ring.encode_lost(EPOCH, (0, 2)),
+        ring.encode_progress(EPOCH, ring.Progress(500, 20, 2, 1500)),
     )
 
 
@@ -229,6 +230,8 @@ def open_payload(frame: Frame) -> None:
             ring.decode_known(frame)
         case FrameKind.LOST:
             assert ring.decode_lost(frame, 3) <= {0, 1, 2}
+        case FrameKind.PROGRESS:
+            assert ring.decode_progress(frame, 3).rank < 3
 
 
 NUMBERS = (0, 1, 2, 3, 4, 15, 255, 256, 4096, 4097, 65536, 65537, 2**24, 2**31 - 1, 2**31, 2**32 - 1)

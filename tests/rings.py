@@ -20,6 +20,7 @@ from kvasir_console.engine.checkpoint.gguf import Checkpoint
 from kvasir_console.engine.checkpoint.shard import write_stage
 from kvasir_console.engine.process.client import EngineClient
 from kvasir_console.errors import KvasirError, NetworkError
+from kvasir_console.relay.wire import ring as wire
 from kvasir_console.relay.wire.preamble import Kind, Preamble
 
 from engines import until
@@ -104,6 +105,8 @@ class Joint:
         self.made = 0
         self.held = False
         """While set, nobody dials."""
+        self.swallows = False
+        """An edge that is made while it is set carries everything but hidden states."""
 
     async def run(self) -> None:
         while True:
@@ -125,7 +128,7 @@ class Joint:
             self.made += 1
             (left_reader, left_writer), (right_reader, right_writer) = streams
             pumps = [
-                asyncio.create_task(_pump(left_reader, right_writer)),
+                asyncio.create_task((_sieve if self.swallows else _pump)(left_reader, right_writer)),
                 asyncio.create_task(_pump(right_reader, left_writer)),
             ]
             try:
@@ -148,6 +151,16 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
         while data := await reader.read(4096):
             writer.write(data)
             await writer.drain()
+
+
+async def _sieve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(OSError, EOFError):
+        writer.write(await reader.readexactly(1))  # the role
+        while True:
+            frame = await wire.read_frame(reader)
+            if frame.kind is not wire.FrameKind.HIDDEN:
+                writer.write(wire.encode(frame))
+                await writer.drain()
 
 
 class Ring:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kvasir_console.config import EngineConfig
-from kvasir_console.engine.process.client import EngineClient
+from kvasir_console.engine.process.client import STUCK_S, EngineClient
 from kvasir_console.errors import EngineError, KvasirError, SystemResourceError
 
 log = logging.getLogger(__name__)
@@ -25,6 +25,7 @@ MIN_PAUSE_S, MAX_PAUSE_S = 0.05, 30.0
 STEADY_S = 10.0
 """A run of this length resets the pause before a restart: others wait for what only this engine can do."""
 WATCH_S = 5.0
+TRACE_S = 0.5
 HANG_S = 45.0
 """An engine that answers nothing for so long is taken for hung and killed."""
 
@@ -119,6 +120,13 @@ class ChildProcess:
         code = await self._process.wait()
         return ExitReport(self.name, self._process.pid, code, time.time())
 
+    async def trace(self) -> None:
+        """Let the child write to its log where each of its threads is, if it handles SIGUSR1; it ends otherwise."""
+        if self.running and self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(signal.SIGUSR1)
+            await asyncio.sleep(TRACE_S)
+
     async def stop(self, grace_s: float = 5.0) -> None:
         """SIGTERM, then SIGKILL after ``grace_s``; a child that is gone is no error."""
         if self._process is None or self._process.returncode is not None:
@@ -209,6 +217,7 @@ class Engine:
                 tasks += [asyncio.create_task(self._ready(self.client)), watch]
                 await asyncio.wait((exited, watch), return_when=asyncio.FIRST_COMPLETED)
                 if not exited.done():
+                    await self._child.trace()
                     await self._child.stop(grace_s=1.0)
                     return watch.result()
             return (await exited).reason
@@ -229,7 +238,9 @@ class Engine:
             await asyncio.sleep(WATCH_S)
             try:
                 async with asyncio.timeout(HANG_S):
-                    await client.stats()
+                    computing_s = (await client.stats()).get("computing_s", 0.0)
+                if computing_s > STUCK_S:
+                    return f"engine {self.name} did not come to the end of a step in {STUCK_S:g} s and was stopped."
             except TimeoutError:
                 return f"engine {self.name} answered nothing for {HANG_S:g} s and was stopped."
             except KvasirError as error:

@@ -384,3 +384,22 @@ async def test_an_edge_between_other_ranks_that_stays_lost_ends_requests_with_a_
         await until(lambda: not client.backend.missing, 30)
         assert len((await client.answer(0, REQUESTS[0])).tokens) == REQUESTS[0].max_tokens
         await client.backend.close()
+
+
+async def test_rows_that_are_swallowed_on_their_way_end_requests_with_a_reason(dense: Path, tmp_path: Path) -> None:
+    """Every edge stays, and every PING is answered: only that nothing comes back tells."""
+    async with ring(tmp_path, dense, WINDOWS, N_LAYER, recover_s=3.0) as three:
+        client = Client(three)
+        await client.start(5)
+        three.joints[1].swallows = True
+        three.joints[1].cut()
+        with pytest.raises(EngineError) as caught:
+            await client.answers
+        assert caught.value.code == "ring_broken"
+        assert "nothing comes out of it" in caught.value.message
+        assert all(each["next_ready"] and each["prev_ready"] for each in await three.stats())
+        three.joints[1].swallows = False
+        three.joints[1].cut()
+        await three.whole()
+        assert len((await client.answer(0, REQUESTS[0])).tokens) == REQUESTS[0].max_tokens
+        await client.backend.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import faulthandler
 import logging
 import os
 import signal
@@ -25,6 +26,7 @@ def main() -> None:
     parser.add_argument("--kv-type", default="f32", help="f32, f16, bf16 or q8_0")
     arguments = parser.parse_args()
     logs.configure(to_stderr=True)
+    faulthandler.register(signal.SIGUSR1)  # the supervisor asks an engine that hangs where it is
     # MKL may pick another code path for another alignment of the same data; one fixed path keeps a row's bits.
     os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 

@@ -21,6 +21,8 @@ from kvasir_console.relay.wire import control
 Message = dict[str, Any]
 MAX_LOGPROBS = 20
 """Most alternatives whose log probabilities a request may ask for."""
+STUCK_S = 300.0
+"""An engine that has computed one piece of work for so long is taken for stuck: in a driver, say."""
 
 
 @dataclass(frozen=True, slots=True)

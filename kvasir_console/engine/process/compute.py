@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import ctypes
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -47,6 +48,7 @@ class Compute:
         """Whether the first thread is at work, or waits in the middle of some."""
         self._turn = threading.Condition()
         self._busy = False
+        self._began = 0.0
         self._returning = 0
         self._working = 0
         """Threads that compute or want to, not those that are released."""
@@ -78,12 +80,17 @@ class Compute:
                 self._returning += 1
                 self._turn.wait_for(lambda: not self._busy)
                 self._returning -= 1
-                self._busy = True
+                self._begin()
 
     @property
     def wanted(self) -> bool:
         """Whether other work waits to begin; long work looks now and then, and queues anew."""
         return any(not item.future.cancelled() for item in list(self._items))
+
+    @property
+    def computing_s(self) -> float:
+        """For how long whoever computes has done so; 0 while nobody does."""
+        return time.monotonic() - self._began if self._busy else 0.0  # asked of a thread that hangs: takes no lock
 
     def freed(self) -> None:
         """Much memory was freed. The allocator keeps it for the next request; if none comes, the system gets it."""
@@ -96,6 +103,10 @@ class Compute:
             item.future.cancel()
         self._first.shutdown(wait=False, cancel_futures=True)
         self._more.shutdown(wait=False, cancel_futures=True)
+
+    def _begin(self) -> None:
+        self._busy = True
+        self._began = time.monotonic()
 
     def _hire(self) -> None:
         """See that somebody does the work that waits. Called with the turn's lock."""
@@ -115,7 +126,7 @@ class Compute:
                     if first:
                         self._first_away = False
                     return
-                self._busy = True
+                self._begin()
                 item = self._items.popleft()
             try:
                 if item.future.set_running_or_notify_cancel():

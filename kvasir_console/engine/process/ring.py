@@ -10,7 +10,8 @@ Rank 0 is driven by a scheduler (``ring_pipeline``). ADMIT announces a sequence 
 sampling parameters and the prompt), HIDDEN carries rows of any number of sequences, TOKEN comes back, RELEASE frees a
 sequence everywhere. A rank that refuses or fails a sequence says so by an ERROR that travels on to rank 0; no other
 sequence notices. An edge that ends loses no sequence (docs/reliability.md): a link (``ring_link``) keeps what was sent.
-Which edges are lost is said in LOST, so that rank 0 knows how long the ring has not been whole (``ring_whole``).
+Which edges are lost is said in LOST, and how far the ranks have come in PROGRESS, so that rank 0 knows for how long
+nothing came of what it waits for (``ring_whole``).
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from typing import Any
 
 import torch
 
-from kvasir_console.engine.process import ring_whole
 from kvasir_console.engine.process.answers import Answers
 from kvasir_console.engine.process.budget import KvBudget
 from kvasir_console.engine.process.compute import Compute
 from kvasir_console.engine.process.pipeline import MAX_RING_SEQUENCES
 from kvasir_console.engine.process.ring_edge import SILENCE_S, Edge, StaleError
 from kvasir_console.engine.process.ring_link import RowLink, TokenLink
+from kvasir_console.engine.process.ring_whole import Wholeness, Work
 from kvasir_console.engine.process.ring_window import Advanced, RingWindow
 from kvasir_console.engine.process.router import Router
 from kvasir_console.engine.stage import Stage
@@ -54,8 +55,8 @@ BEHIND_S = 60.0
 class RingConfig:
     """Where this engine stands in its ring; assigned by a signed plan.
 
-    ``recover_s``: how long rank 0 keeps its requests while the ring is not whole. ``silence_s``: how long a peer may
-    say nothing.
+    ``recover_s``: how long rank 0 keeps its requests while the ring is not whole, or nothing comes out of it.
+    ``silence_s``: how long a peer may say nothing.
     """
 
     id: str
@@ -93,7 +94,7 @@ class RingNode:
         self._compute = compute
         self._clock = clock
         self.window = RingWindow(stage, budget, samples=config.is_last, router=router)
-        self.answers = Answers(stage.shape.n_vocab)
+        self.answers = Answers(stage.shape.n_vocab, clock)
         self.rows = RowLink(stage.shape.n_embd, self.frame)
         self.tokens = TokenLink(self.frame)
         self.known: Callable[[], dict[int, wire.Known]] = dict
@@ -113,9 +114,9 @@ class RingNode:
         self._room = asyncio.Event()
         self._room.set()
         self._missing: dict[int, int] = {}
-        self._lost_at: float | None = clock()
-        """Since when the ring has not been whole, as far as this rank knows."""
-        self._lost_edges = self._known_lost()
+        self._whole = Wholeness(config.rank, config.size, config.recover_s, clock())
+        self._frame_at: float | None = None
+        """Since when the rows of one frame have been computed here."""
         self._behind_at: float | None = None
         self._cuts = 0
         self._tasks = [
@@ -129,20 +130,17 @@ class RingNode:
 
     @property
     def broken(self) -> bool:
-        """Whether the ring has not been whole for longer than requests are kept."""
-        return self._lost_at is not None and self._clock() - self._lost_at > self.config.recover_s
+        """Whether nothing has come of the ring for longer than requests are kept."""
+        return self._whole.spent
 
     def wholeness(self) -> dict[str, Any]:
-        """What this rank knows of the ring: which edges are lost, for how long, in words."""
-        lost_s = 0.0 if self._lost_at is None else self._clock() - self._lost_at
-        return {"lost_edges": sorted(self._lost_edges), "lost_s": lost_s, "missing": self.missing}
+        """What this rank knows of the ring: which edges are lost, for how long nothing came, in words."""
+        return self._whole.as_fields()
 
     @property
     def missing(self) -> str:
-        """Who is missed, in words; empty while the ring is whole."""
-        if not self._lost_edges:
-            return ""
-        return ring_whole.describe(self._lost_edges, self.config.rank, self.config.size)
+        """Who is missed, in words; empty while the ring is whole and moves."""
+        return self._whole.missing
 
     def stats(self) -> dict[str, Any]:
         """Where this rank stands, and its counters."""
@@ -215,8 +213,8 @@ class RingNode:
         if frame.kind is FrameKind.HELLO:
             self._accept(edge, wire.Hello.decode(frame.payload))
             return
-        if frame.kind is FrameKind.LOST:
-            edge.said = wire.decode_lost(frame, self.config.size)  # looked at in turn: a peer may say it often
+        if frame.kind in (FrameKind.LOST, FrameKind.PROGRESS):
+            self._whole.heard(edge, frame)
             return
         self._inbox_bytes += _held_bytes(frame)
         self._inbox.put_nowait((edge, frame, self._clock()))
@@ -251,32 +249,15 @@ class RingNode:
         )
 
     def _look(self) -> None:
-        """An edge came, went, or a neighbour told of one: see which are lost, and tell the neighbours."""
-        lost = self._known_lost()
-        if lost != self._lost_edges:
-            self._lost_edges = lost
+        """An edge came or went, or time has passed: see how the ring is, and tell the neighbours."""
+        now, window = self._clock(), self.window
+        busy_s = 0.0 if self._frame_at is None else now - self._frame_at
+        work = Work(window.rows - window.recomputed_rows, window.recomputed_rows, busy_s)
+        waiting = self.answers.waiting
+        said = self.missing
+        self._whole.look(now, self._prev, self._next, work, waiting=waiting, epoch=self.config.epoch)
+        if self.missing != said:
             log.info("ring %s rank %d: %s", self.config.id, self.config.rank, self.missing or "the ring is whole")
-        if not lost:
-            self._lost_at = None
-        elif self._lost_at is None:
-            self._lost_at = self._clock()
-        if self.config.rank == 0:
-            return  # what is told ends here
-        for edge, tell in ((self._prev, self._lost_behind()), (self._next, self._lost_before())):
-            if edge is not None and edge.ready and edge.told != tell:
-                edge.told = tell
-                edge.say(wire.encode_lost(self.config.epoch, tell))
-
-    def _known_lost(self) -> ring_whole.Edges:
-        return self._lost_behind() | self._lost_before()
-
-    def _lost_behind(self) -> ring_whole.Edges:
-        ready = self._next is not None and self._next.ready
-        return ring_whole.behind(self.config.rank, ready, self._next.said if self._next else ())
-
-    def _lost_before(self) -> ring_whole.Edges:
-        ready = self._prev is not None and self._prev.ready
-        return ring_whole.before(self.config.rank, self.config.size, ready, self._prev.said if self._prev else ())
 
     def _hello(self) -> wire.Hello:
         return wire.Hello(
@@ -358,7 +339,8 @@ class RingNode:
             case FrameKind.TOKEN if first:
                 self.on_times(frame)
                 for item, token in zip(frame.items, wire.decode_tokens(frame), strict=True):
-                    self.answers.receive(item.request_id, item.step, item.position + item.rows, token)
+                    if self.answers.receive(item.request_id, item.step, item.position + item.rows, token):
+                        self._whole.patience.anew()
             case FrameKind.ADMIT if not first:
                 self._admit(frame)
             case FrameKind.HIDDEN if not first:
@@ -429,7 +411,11 @@ class RingNode:
             took_s = self._clock() - started
             return advanced
 
-        advanced = await self._compute.run(advance)
+        self._frame_at = self._clock()
+        try:
+            advanced = await self._compute.run(advance)
+        finally:
+            self._frame_at = None
         for item, error in advanced.errors:
             self._end(item.request_id, wire.encode_error(error))
         slowest_us = max(frame.slowest_us, int(took_s * 1e6))
@@ -471,14 +457,14 @@ class RingNode:
     # What has to be looked after
 
     async def _tend(self) -> None:
-        """Lost edges that others told of, rolls, deadlines."""
+        """What others told of, rolls, deadlines."""
         rolled = self._clock()
         while True:
             await asyncio.sleep(TEND_S)
             self._look()
             now = self._clock()
-            if self.config.rank == 0 and self.broken:
-                self.answers.fail_all(ring_broken(self.missing))
+            if self.config.rank == 0:
+                self._give_up()
             if self._behind_at is not None and now - self._behind_at > BEHIND_S:
                 log.error("ring %s rank %d: the ring is at a newer epoch", self.config.id, self.config.rank)
                 self._behind_at = now
@@ -487,6 +473,15 @@ class RingNode:
                 rolled = now
                 items = tuple(wire.Item(key, rows=0) for key in self.window.held())  # no more than a frame takes
                 self.post_next([self.frame(FrameKind.ROLL, items)])
+
+    def _give_up(self) -> None:
+        """End what has waited for longer than requests are kept, or was overtaken by twice as much."""
+        if self.broken:
+            self.answers.fail_all(ring_broken(self.missing))
+            self._whole.given_up()
+        for request_id in self.answers.overtaken(2 * self.config.recover_s):
+            log.warning("ring %s: an answer was lost on its way; its request ends", self.config.id)
+            self.answers.fail(request_id, ring_broken("it lost this request's rows"))
 
 
 def _check_count(entries: dict[int, Any]) -> None:
@@ -508,4 +503,4 @@ def _nothing() -> None:
 
 
 def ring_broken(why: str) -> EngineError:
-    return EngineError("ring_broken", f"The ring cannot answer: {why}.", "Try again once its ranks have dialled in.")
+    return EngineError("ring_broken", f"The ring cannot answer: {why}.", "Try again soon.")

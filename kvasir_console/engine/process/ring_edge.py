@@ -59,6 +59,7 @@ class Edge:
         self.rtt_ms: float | None = None
         self.said: frozenset[int] = frozenset()
         """Lost edges that the peer told of, and those that it was told of."""
+        self.told_progress: wire.Progress | None = None
         self.told: frozenset[int] = frozenset()
         self._reader = reader
         self._writer = writer

@@ -91,6 +91,7 @@ class Engine:
             "tensor_bytes": 0 if loaded is None else loaded.tensor_bytes,
             "rss_bytes": psutil.Process().memory_info().rss,
             "threads": torch.get_num_threads(),
+            "computing_s": 0.0 if loaded is None else self.compute.computing_s,  # a load takes as long as it takes
             "active_requests": self.active,
             "tokens_total": self.tokens_total,
             "rows_total": 0 if loaded is None else loaded.rows,

@@ -13,6 +13,8 @@
     ROLL     nothing; the items are all sequences that live
     LOST     u16 each, ascending: the edges that are lost as far as the sender knows (edge i leads from rank i to the
              next), the one it is said on not among them; empty once they are back
+    PROGRESS u64 rows that the last rank computed for the first time, u64 rows that the sender and the ranks behind it
+             computed again, u32 the rank among them that has been at one frame for longest, u32 for how long, ms
     RELEASE  nothing; PING and PONG at most 64 bytes, returned as they came
 
 Every decoder raises ``RingError`` and nothing else.
@@ -39,6 +41,7 @@ from kvasir_console.relay.wire.ring_frame import (
     MAX_PAYLOAD_BYTES,
     MAX_RANKS,
     MAX_ROWS,
+    PROGRESS_BYTES,
     Frame,
     FrameDecoder,
     FrameKind,
@@ -65,6 +68,7 @@ __all__ = [
     "Hello",
     "Item",
     "Known",
+    "Progress",
     "RingError",
     "check_hello",
     "decode",
@@ -74,6 +78,7 @@ __all__ = [
     "decode_hidden",
     "decode_known",
     "decode_lost",
+    "decode_progress",
     "decode_tokens",
     "encode",
     "encode_admit",
@@ -82,6 +87,7 @@ __all__ = [
     "encode_hidden",
     "encode_known",
     "encode_lost",
+    "encode_progress",
     "encode_tokens",
     "is_stale",
     "read_frame",
@@ -94,6 +100,7 @@ _MAX_ERROR_TEXT = 2000
 
 _HELLO = struct.Struct("<32s7I")
 _LENGTH = struct.Struct("<I")
+_PROGRESS = struct.Struct("<QQII")
 MORE = 1
 """Flag of a HELD frame that another one continues."""
 
@@ -341,6 +348,37 @@ def decode_lost(frame: Frame, size: int) -> frozenset[int]:
     if any(before >= after for before, after in pairwise(edges)) or any(edge >= size for edge in edges):
         raise RingError(f"a LOST frame names edges that a ring of {size} does not have, or one twice", "edges")
     return frozenset(edges)
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What a rank says of itself and those behind it; its counters begin anew with a process."""
+
+    fresh: int = 0
+    """Rows that the last rank computed for the first time."""
+    again: int = 0
+    """Rows that any of them computed again."""
+    rank: int = 0
+    """The one that has been at one frame for longest, for ``busy_ms``; 0: nobody is at work."""
+    busy_ms: int = 0
+
+
+def encode_progress(epoch: int, progress: Progress) -> Frame:
+    """A PROGRESS frame; its counters wrap around."""
+    busy_ms = min(progress.busy_ms, 2**32 - 1)
+    payload = _PROGRESS.pack(progress.fresh % 2**64, progress.again % 2**64, progress.rank, busy_ms)
+    return Frame(FrameKind.PROGRESS, epoch, payload=payload)
+
+
+def decode_progress(frame: Frame, size: int) -> Progress:
+    """What a PROGRESS frame says, in a ring of ``size`` ranks."""
+    _expect(frame, FrameKind.PROGRESS)
+    if len(frame.payload) != PROGRESS_BYTES:
+        raise RingError(f"a PROGRESS payload of {len(frame.payload)} bytes; it has {PROGRESS_BYTES}", "payload_bytes")
+    progress = Progress(*_PROGRESS.unpack(frame.payload))
+    if progress.rank >= size:
+        raise RingError(f"a PROGRESS frame names rank {progress.rank} of {size}", "rank")
+    return progress
 
 
 def encode_error(error: KvasirError) -> bytes:

@@ -45,6 +45,7 @@ MAX_ADMIT_BYTES = 8 * 2**20
 MAX_ERROR_BYTES = 64 * 2**10
 HELLO_BYTES = 60
 PING_BYTES = 64
+PROGRESS_BYTES = 24
 MAX_RANKS = 1024
 
 _HEADER = struct.Struct("<4sBBHIIIII4s")
@@ -68,6 +69,7 @@ class FrameKind(IntEnum):
     HELD = 9
     ROLL = 10
     LOST = 11
+    PROGRESS = 12
 
 
 # kind: fewest items, most items, most payload bytes
@@ -83,6 +85,7 @@ _LIMITS: dict[FrameKind, tuple[int, int, int]] = {
     FrameKind.HELD: (0, MAX_ITEMS, 4 * MAX_ROWS),
     FrameKind.ROLL: (0, MAX_ITEMS, 0),
     FrameKind.LOST: (0, 0, 2 * MAX_RANKS),
+    FrameKind.PROGRESS: (0, 0, PROGRESS_BYTES),
 }
 
 

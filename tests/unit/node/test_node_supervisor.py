@@ -20,20 +20,25 @@ from kvasir_console.node import supervisor
 from kvasir_console.node.supervisor import ChildProcess, Engine, ExitReport
 
 FAKE_ENGINE = """
-import asyncio, os, signal, sys
+import asyncio, faulthandler, os, signal, sys
 from pathlib import Path
 from kvasir_console.relay.wire import control
+faulthandler.register(signal.SIGUSR1)
+computing_s = 0.0
 options = dict(zip(sys.argv[1::2], sys.argv[2::2]))
 async def serve(reader, writer):
+    global computing_s
     while True:
         message = await control.read_message(reader)
         match message["verb"]:
             case "die":
                 os.kill(os.getpid(), signal.SIGKILL)
+            case "stick":
+                computing_s = 301.0
             case "close":
                 server.close(); writer.close(); os.unlink(path)
                 await asyncio.Event().wait()
-        await control.write_message(writer, control.reply(message, options=options))
+        await control.write_message(writer, control.reply(message, options=options, computing_s=computing_s))
 async def main():
     global server, path
     path = Path(options["--runtime"]) / (options["--name"] + ".ctl")
@@ -311,6 +316,18 @@ async def test_an_engine_that_hangs_is_replaced(supervised, monkeypatch):
     assert "answered nothing for 0.3 s" in under.reasons[0]
     with pytest.raises(ProcessLookupError):
         os.kill(first, 0)
+
+
+async def test_an_engine_that_answers_and_is_stuck_in_a_step_is_replaced_and_its_log_says_where(
+    supervised, monkeypatch, log_file
+):
+    monkeypatch.setattr(supervisor, "WATCH_S", 0.02)
+    under = supervised(FAKE_ENGINE)
+    await until(lambda: under.clients)
+    await under.clients[0].call("stick")
+    await until(lambda: len(under.clients) == 2)
+    assert under.reasons == ["engine e did not come to the end of a step in 300 s and was stopped."]
+    assert "most recent call first" in log_file.read_text()
 
 
 async def test_the_end_of_supervision_is_the_end_of_the_engine(runtime, log_file):

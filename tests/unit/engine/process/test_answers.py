@@ -38,6 +38,25 @@ async def test_whatever_comes_twice_late_or_in_disorder_an_answer_is_its_step_in
     assert await answer == [31 + n for n in range(count)]
 
 
+async def test_an_answer_that_later_ones_have_overtaken_is_known():
+    now = 0.0
+    answers = Answers(100, lambda: now)
+    answers.expect(1, 1, 0, 1)
+    for request_id in (2, 3):
+        now += 60.0
+        answers.expect(request_id, 1, 0, 2)
+        assert answers.receive(request_id, 1, 0, 5)
+        assert not answers.overtaken(100.0)
+    assert answers.receive(3, 1, 1, 5)
+    assert answers.overtaken(100.0) == [1]  # the second is not late enough
+    assert not answers.overtaken(120.0)
+    assert not answers.receive(3, 1, 1, 5)
+    assert answers.waiting
+    answers.fail_all(LOST)
+    assert not answers.overtaken(0.0)
+    assert not answers.waiting
+
+
 async def test_an_error_reaches_who_waits_or_who_asks_next():
     answers = Answers(100)
     waiting = answers.expect(1, 1, 0, 1)

@@ -35,6 +35,29 @@ async def test_work_runs_in_order_on_one_thread_without_autograd(compute: Comput
     assert results[0][0] != threading.current_thread().name
 
 
+async def test_how_long_work_has_computed_does_not_count_what_it_waits(compute: Compute) -> None:
+    computing, go_on, waiting, end = (threading.Event() for _ in range(4))
+
+    def step() -> None:
+        computing.set()
+        go_on.wait(60)
+        with compute.released():
+            waiting.set()
+            end.wait(60)
+
+    assert compute.computing_s == 0
+    running = asyncio.create_task(compute.run(step))
+    await asyncio.to_thread(computing.wait, 60)
+    before = compute.computing_s
+    await asyncio.sleep(0.01)
+    assert compute.computing_s > before
+    go_on.set()
+    await asyncio.to_thread(waiting.wait, 60)
+    assert compute.computing_s == 0
+    end.set()
+    await running
+
+
 async def test_work_that_comes_as_other_work_ends_stays_on_the_thread(compute: Compute) -> None:
     async def one_by_one() -> set[int]:
         return {await compute.run(threading.get_ident) for _ in range(300)}

@@ -85,7 +85,8 @@ class Answer:
 class Network:
     """Three ranks in this process, joined by socket pairs."""
 
-    def __init__(self) -> None:
+    def __init__(self, recover_s: float = 120.0) -> None:
+        self.recover_s = recover_s
         self.tasks: dict[int, list[asyncio.Task[None]]] = {edge: [] for edge in range(SIZE)}
         self.recomputed = 0
         self.nodes = [self._node(rank) for rank in range(SIZE)]
@@ -94,7 +95,8 @@ class Network:
     def _node(self, rank: int) -> RingNode:
         layers: Any = Layers(rank)
         compute: Any = Inline()
-        return RingNode(RingConfig("r", 1, rank, SIZE, SIZE), layers, bytes(32), compute, KvBudget(10**6))
+        config = RingConfig("r", 1, rank, SIZE, SIZE, recover_s=self.recover_s)
+        return RingNode(config, layers, bytes(32), compute, KvBudget(10**6))
 
     def _rank_0(self) -> None:
         layers: Any = Layers(0)

@@ -1,16 +1,21 @@
-"""What ranks tell each other of lost edges: rank 0 always hears of one, whatever is lost, and of nothing else."""
+"""What ranks tell each other of lost edges and of their progress, and how long rank 0 waits for what does not come."""
 
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_ring_faults import SIZE, Network
+from test_ring_faults import SIZE, Answer, Network, prompt, undisturbed
 
 from kvasir_console.engine.process import ring_whole
+from kvasir_console.engine.process.client import STUCK_S
 from kvasir_console.engine.process.ring import RingNode
+from kvasir_console.engine.process.ring_whole import Patience, Wholeness, Work
+from kvasir_console.relay.wire import ring as wire
+from kvasir_console.relay.wire.ring import Progress
 
 from engines import until
 
@@ -68,8 +73,203 @@ def test_an_edge_between_two_other_ranks_is_missed_by_rank_0_and_comes_back() ->
             assert first.ready
             await network.mend()
             await until(lambda: not first.missing)
-            assert first.wholeness() == {"lost_edges": [], "lost_s": 0.0, "missing": ""}
+            assert first.wholeness() == {"lost_edges": [], "waited_s": 0.0, "missing": ""}
         finally:
             await network.close()
+
+    asyncio.run(tried())
+
+
+# Progress
+
+
+WORK = st.builds(Work, st.integers(0, 1000), st.integers(0, 1000), st.floats(0, 1000))
+
+
+@given(st.lists(WORK, min_size=1, max_size=7))
+def test_rank_0_hears_how_far_the_last_has_come_and_who_is_at_one_frame_for_longest(ranks: list[Work]) -> None:
+    said: Progress | None = None
+    for rank, work in reversed(list(enumerate(ranks, start=1))):
+        said = ring_whole.progress(rank, work, said)
+    assert said is not None
+    assert said.fresh == ranks[-1].fresh
+    assert said.again == sum(each.again for each in ranks)
+    assert said.busy_ms == max(int(each.busy_s * 1e3) for each in ranks)
+    assert int(ranks[said.rank - 1].busy_s * 1e3) == said.busy_ms
+
+
+class Waiting:
+    """Rank 0's patience, and what it sees: twice a second, as a rank looks."""
+
+    def __init__(self) -> None:
+        self.patience = Patience(30.0, 0.0)
+        self.now = 0.0
+        self.said = Progress()
+
+    def see(self, seconds: float, *, whole: bool = True, waiting: bool = True) -> float:
+        for _ in range(int(seconds * 2)):
+            self.now += 0.5
+            self.patience.look(self.now, self.said, whole=whole, waiting=waiting)
+        return self.patience.spent_s
+
+
+def test_a_ring_that_is_not_whole_takes_patience_until_something_new_comes_of_it() -> None:
+    seen = Waiting()
+    assert seen.see(100, whole=False) == 100.0
+    assert seen.see(5) == 100.0  # it is whole again: that alone is no answer
+    seen.said = Progress(fresh=1)
+    assert seen.see(1) == 0.0
+    seen.see(50, whole=False)
+    seen.patience.anew()
+    assert seen.see(5) == 0.0
+
+
+def test_a_whole_ring_that_gives_nothing_back_takes_patience_after_a_while() -> None:
+    seen = Waiting()
+    assert seen.see(30) == 0.0
+    assert not seen.patience.stalled
+    assert seen.see(60) == 60.0
+    assert seen.patience.stalled
+
+
+def test_an_idle_ring_takes_none_and_what_it_is_asked_then_has_all_of_it() -> None:
+    seen = Waiting()
+    assert seen.see(1000, waiting=False) == 0.0
+    assert seen.see(30) == 0.0
+    seen.see(1000, whole=False, waiting=False)
+    assert seen.see(0.5, waiting=False) == 0.0
+
+
+def test_rows_that_are_computed_again_stop_it_for_as_long_as_they_take() -> None:
+    seen = Waiting()
+    seen.see(20, whole=False)
+    for again in range(100):
+        seen.said = Progress(again=256 * again)
+        assert seen.see(20) == 20.0
+
+
+def test_a_ring_that_is_lost_and_refilled_for_ever_comes_to_its_end() -> None:
+    seen = Waiting()
+    for again in range(1, 25):
+        seen.see(5, whole=False)
+        seen.said = Progress(again=256 * again)
+        seen.see(20)
+    assert seen.patience.spent_s == 120.0
+
+
+def test_a_new_process_that_counts_from_nothing_is_no_progress() -> None:
+    seen = Waiting()
+    seen.said = Progress(fresh=500, again=500)
+    seen.see(0.5)
+    for _ in range(24):
+        seen.see(5, whole=False)
+        seen.said = Progress()
+        seen.see(1)
+    assert seen.patience.spent_s == 120.0
+
+
+def test_a_process_that_was_stopped_does_not_blame_the_ring() -> None:
+    for whole in (True, False):
+        seen = Waiting()
+        seen.see(25, whole=whole)
+        before = seen.patience.spent_s
+        seen.now += 1000.0
+        seen.see(0.5, whole=whole)
+        assert seen.patience.spent_s - before <= 2.0
+        assert not seen.patience.stalled
+
+
+def test_a_rank_that_takes_long_for_a_frame_has_time_and_one_that_is_stuck_has_not() -> None:
+    seen = Waiting()
+    while seen.now < STUCK_S:
+        seen.said = Progress(rank=2, busy_ms=int(seen.now * 1e3) + 1)
+        assert seen.see(0.5) == 0.0
+    seen.said = Progress(rank=2, busy_ms=int(STUCK_S * 1e3) + 1)
+    assert seen.see(10) == 10.0
+    assert seen.patience.stalled
+
+
+def test_progress_is_taken_from_a_successor_alone() -> None:
+    async def tried() -> None:
+        network = Network()
+        for edge in range(SIZE):
+            await network.join(edge)
+        first, _, last = network.nodes
+        try:
+            await until(lambda: first.ready and last.ready)
+            for node, edge in ((first, first._prev), (last, last._next)):
+                assert edge is not None
+                with pytest.raises(wire.RingError, match="takes no PROGRESS"):
+                    await node._received(edge, wire.encode_progress(1, Progress()))
+        finally:
+            await network.close()
+
+    asyncio.run(tried())
+
+
+def test_a_word_outlives_its_edge_but_nobody_is_busy_behind_one_that_is_lost() -> None:
+    whole = Wholeness(0, 2, 120.0, 0.0)
+    assert whole.missing == "rank 1 is not connected"
+    whole._said = Progress(5, 6, 1, 7000)
+    whole.look(1.0, None, None, Work(), waiting=True, epoch=1)
+    assert whole._said == Progress(5, 6, 1, 0)
+    assert not whole.spent
+    for look in range(1, 123):
+        whole.look(float(look), None, None, Work(), waiting=True, epoch=1)
+    assert whole.spent
+
+
+class Stuck:
+    """Never comes to an end of what it computes."""
+
+    async def run(self, function: Any) -> Any:
+        await asyncio.Event().wait()
+
+    def freed(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("stuck_s", "said"),
+    [(0.2, "rank 1 does not come to the end of a step"), (1e9, "")],
+    ids=["a step too long", "a step that may take long"],
+)
+def test_a_rank_that_pings_and_computes_nothing_ends_requests_with_a_reason(
+    monkeypatch: pytest.MonkeyPatch, stuck_s: float, said: str
+) -> None:
+    monkeypatch.setattr(ring_whole, "STUCK_S", stuck_s)
+
+    async def tried() -> None:
+        network = Network(recover_s=2.0)
+        for edge in range(SIZE):
+            await network.join(edge)
+        answers = [Answer(1000 + n, prompt(n, 40), 500, "off") for n in range(2)]
+        for answer in answers:
+            answer.begin()
+            network.scheduler.submit(answer)
+        await until(lambda: all(len(answer.tokens) > 5 for answer in answers), 60)
+        network.nodes[1]._compute = Stuck()  # type: ignore[assignment]
+        if not said:
+            await asyncio.sleep(4.0)  # twice as long as a ring is waited for that gives no sign
+            assert not any(answer.over.is_set() for answer in answers)
+            assert network.nodes[0].missing == ""
+            await network.close()
+            return
+        await until(lambda: network.nodes[0].missing == said, 60)
+        assert network.nodes[0].ready
+        await until(lambda: all(answer.over.is_set() for answer in answers), 60)
+        for answer in answers:
+            assert answer.error is not None
+            assert answer.error.code == "ring_broken"
+            assert said in answer.error.message
+        await network.kill(1, [])
+        await network.mend()
+        await until(lambda: not network.nodes[0].broken, 60)
+        again = Answer(2000, prompt(0, 40), 20, "off")
+        again.begin()
+        network.scheduler.submit(again)
+        await until(again.over.is_set, 60)
+        assert again.tokens == undisturbed(again.prompt, 20)
+        await network.close()
 
     asyncio.run(tried())

@@ -16,7 +16,17 @@ from hypothesis import strategies as st
 
 from kvasir_console.errors import EngineError, KvasirError, RequestError
 from kvasir_console.relay.wire import ring
-from kvasir_console.relay.wire.ring import Admit, DType, Frame, FrameDecoder, FrameKind, Hello, Item, RingError
+from kvasir_console.relay.wire.ring import (
+    Admit,
+    DType,
+    Frame,
+    FrameDecoder,
+    FrameKind,
+    Hello,
+    Item,
+    Progress,
+    RingError,
+)
 
 U32 = st.integers(0, 2**32 - 1)
 
@@ -28,7 +38,7 @@ def frames(draw: st.DrawFn) -> Frame:
     rows = st.integers(1, 5) if kind is FrameKind.HIDDEN else st.integers(0, 5)
     item = st.builds(Item, st.integers(0, 2**64 - 1), U32, U32, rows, U32)
     least, most = {FrameKind.ADMIT: (1, 1), FrameKind.ERROR: (0, 4)}.get(kind, (1, 6))
-    if kind in (FrameKind.HELLO, FrameKind.PING, FrameKind.PONG, FrameKind.LOST):
+    if kind in (FrameKind.HELLO, FrameKind.PING, FrameKind.PONG, FrameKind.LOST, FrameKind.PROGRESS):
         least = most = 0
     items = tuple(draw(st.lists(item, min_size=least, max_size=most)))
     size = {
@@ -37,6 +47,7 @@ def frames(draw: st.DrawFn) -> Frame:
         FrameKind.TOKEN: st.just(4 * len(items)),
         FrameKind.RELEASE: st.just(0),
         FrameKind.ROLL: st.just(0),
+        FrameKind.PROGRESS: st.just(24),
     }.get(kind, st.integers(0, 64))
     length = draw(size)
     return Frame(kind, epoch, items, draw(st.binary(min_size=length, max_size=length)), flags, draw(U32), draw(U32))
@@ -127,7 +138,7 @@ def test_any_bytes_give_frames_or_a_ring_error(data: bytes, headed: bool) -> Non
         (frame_bytes(magic=b"KVRX"), "magic"),
         (frame_bytes(version=1), "version"),
         (frame_bytes(kind=0), "kind"),
-        (frame_bytes(kind=12), "kind"),
+        (frame_bytes(kind=13), "kind"),
         (frame_bytes(zero=b"\0" * 3 + b"\1"), "reserved"),
         (frame_bytes(kind=3, count=4097), "count"),
         (frame_bytes(kind=3, count=2**32 - 1), "count"),
@@ -429,3 +440,26 @@ def test_a_lost_frame_that_names_what_there_is_not_is_refused(payload: bytes, re
     with pytest.raises(RingError) as caught:
         ring.decode_lost(Frame(FrameKind.LOST, 9, payload=payload), 3)
     assert caught.value.reason == reason
+
+
+COUNTERS = st.integers(0, 2**64 - 1)
+
+
+@given(st.builds(Progress, COUNTERS, COUNTERS, st.integers(0, 1023), st.integers(0, 2**32 - 1)))
+def test_progress_survives_the_wire(progress: Progress) -> None:
+    frame = ring.decode(ring.encode(ring.encode_progress(9, progress)))
+    assert (frame.kind, frame.epoch, frame.items) == (FrameKind.PROGRESS, 9, ())
+    assert ring.decode_progress(frame, 1024) == progress
+
+
+def test_progress_is_bounded_and_names_a_rank_that_there_is() -> None:
+    longest = ring.decode_progress(ring.encode_progress(1, Progress(0, 0, 2, 2**40)), 3)
+    assert longest.busy_ms == 2**32 - 1
+    for frame, reason in (
+        (ring.encode_progress(1, Progress(rank=3)), "rank"),
+        (Frame(FrameKind.PROGRESS, 1, payload=bytes(23)), "payload_bytes"),
+        (Frame(FrameKind.LOST, 1, payload=bytes(24)), "kind"),
+    ):
+        with pytest.raises(RingError) as caught:
+            ring.decode_progress(frame, 3)
+        assert caught.value.reason == reason

@@ -152,10 +152,11 @@ async def test_many_callers_at_once_mint_one_token(file):
 
 
 async def test_a_token_near_its_end_is_renewed(file, monkeypatch):
+    now = int(time.time())
+    monkeypatch.setattr(time, "time", lambda: now)
     gate = Gate(lifetime_s=3600)
     credentials = Credentials(gate.market(), Prover(), WALLET, file)
     await credentials.get()
-    now = time.time()
     monkeypatch.setattr(time, "time", lambda: now + 3600 - EXPIRY_SKEW_S - 5)
     assert credentials.valid
     monkeypatch.setattr(time, "time", lambda: now + 3600 - EXPIRY_SKEW_S + 5)
@@ -255,12 +256,13 @@ async def test_a_locked_wallet_goes_on_taking_part_by_its_session_key(file):
 
 
 async def test_a_delegation_lasts_thirty_days_and_is_renewed_after_half_of_them(file, monkeypatch):
+    now = int(time.time())
+    monkeypatch.setattr(time, "time", lambda: now)
     gate = Gate()
     credentials = await delegated(file, gate)
     (until,) = gate.delegated.values()
-    assert until == pytest.approx(time.time() + MAX_LIFETIME_S, abs=30)
+    assert until == pytest.approx(now + MAX_LIFETIME_S, abs=30)
     assert not await credentials.delegate()
-    now = time.time()
     monkeypatch.setattr(time, "time", lambda: now + MAX_LIFETIME_S / 2 - 60)
     assert not await credentials.delegate()
     monkeypatch.setattr(time, "time", lambda: now + MAX_LIFETIME_S / 2 + 60)

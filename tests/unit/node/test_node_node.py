@@ -107,7 +107,7 @@ class Gateway:
 @pytest.fixture
 async def gateway() -> AsyncIterator[Gateway]:
     gate = Gateway()
-    server = uvicorn.Server(uvicorn.Config(gate.app(), port=0, log_config=None, lifespan="off"))
+    server = uvicorn.Server(uvicorn.Config(gate.app(), port=0, log_config=None, lifespan="off", timeout_keep_alive=600))
     task = asyncio.create_task(server.serve())
     await until(lambda: server.started)
     gate.url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
@@ -124,7 +124,7 @@ def paths() -> Paths:
 
 
 async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         while not condition():  # noqa: ASYNC110 - other processes set no event of ours
             await asyncio.sleep(0.01)
 
@@ -281,7 +281,7 @@ async def test_a_node_that_serves_experts_does_what_a_plan_says_once_one_names_i
         _, signed = planned(node, HUB)
         gateway.plans = [signed]
         with pytest.raises(NetworkError) as caught:
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(120):
                 await node._serve(holding, node._info)
         assert caught.value.code == "plan_changed"
         assert node._holding is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import tempfile
@@ -10,11 +11,16 @@ from pathlib import Path
 
 import platformdirs
 import pytest
+from hypothesis import HealthCheck, settings
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 # Two cores and many processes: a thread pool of OpenMP that spins makes everybody slow.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# An example may take as long as the machine is busy: what is found must be wrong, not slow.
+settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("suite")
 
 _MODEL_CACHE = Path(os.environ.get("KVASIR_TEST_CACHE") or Path(platformdirs.user_cache_dir("kvasir-console")) / "test")
 
@@ -28,6 +34,26 @@ def _private_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVASIR_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("KVASIR_KERNELS", str(_MODEL_CACHE / "kernels"))  # they take a while to compile
     return
+
+
+@pytest.fixture(autouse=True)
+def _log_as_it_was() -> Iterator[None]:
+    """Whatever a test does to the log of this process, none after it has more or less of one."""
+    root, known = logging.getLogger(), logging.Logger.manager
+    handlers, disabled, raising = list(root.handlers), known.disable, logging.raiseExceptions
+    levels = {name: each.level for name, each in known.loggerDict.items() if isinstance(each, logging.Logger)}
+    level = root.level
+    yield
+    for handler in [each for each in root.handlers if each not in handlers]:
+        root.removeHandler(handler)
+        handler.close()
+    for handler in [each for each in handlers if each not in root.handlers]:
+        root.addHandler(handler)
+    root.setLevel(level)
+    logging.disable(disabled)
+    logging.raiseExceptions = raising
+    for name, was in levels.items():
+        logging.getLogger(name).setLevel(was)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kvasir_console.relay.wire.preamble import SIZE, Preamble
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 120.0
 
 
 @dataclass

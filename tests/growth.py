@@ -2,8 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 from collections import Counter
+
+_SOME = 1000
+
+
+async def forget_timers() -> None:
+    """A loop keeps cancelled timers, with all they refer to, until more than a hundred and half of all are such."""
+    loop = asyncio.get_running_loop()
+    for timer in [loop.call_later(3600.0, print) for _ in range(_SOME)]:
+        timer.cancel()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
 
 
 def counted() -> Counter[str]:

@@ -60,7 +60,7 @@ class LedgerProcess:
 
     def _reap(self) -> int:
         assert self.process is not None
-        status = self.process.wait(timeout=20)
+        status = self.process.wait(timeout=120)
         if self.process.stdout is not None:
             self.process.stdout.close()
         self.process = None

@@ -130,7 +130,7 @@ class Money:
             treasury = key.keypair()
         self.treasury = str(treasury.pubkey())
         self.start("ledger")
-        await _until(lambda: self.ledger.auth_file.exists() and _listens(self.ledger.port), 60)
+        await _until(lambda: self.ledger.auth_file.exists() and _listens(self.ledger.port), 240)
         async with self.chain() as chain:
             self.mint = await bootstrap(chain, treasury)
             for number in range(WALLETS):
@@ -225,7 +225,7 @@ class Money:
 
     # -- the end -------------------------------------------------------------------------------------------------
 
-    async def finish(self, timeout_s: float = 120) -> None:
+    async def finish(self, timeout_s: float = 300) -> None:
         """Let no more work come in, and everything that is under way come to its end."""
         self._end("trunk")
         with self._store() as store:

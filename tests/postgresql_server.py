@@ -59,7 +59,7 @@ class PostgresqlServer:
                 stdout=stream,
                 stderr=stream,
             )
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 180
         while not self._answers():
             if self._process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"PostgreSQL does not start: {log.read_text()[-2000:]}")
@@ -78,7 +78,7 @@ class PostgresqlServer:
     def stop(self) -> None:
         if self._process is not None:
             self._process.send_signal(signal.SIGINT)  # without waiting for whoever is still connected
-            self._process.wait(timeout=60)
+            self._process.wait(timeout=180)
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def _answers(self) -> bool:

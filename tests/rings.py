@@ -23,7 +23,7 @@ from kvasir_console.errors import KvasirError, NetworkError
 from kvasir_console.relay.wire import ring as wire
 from kvasir_console.relay.wire.preamble import Kind, Preamble
 
-from engines import until
+from engines import PATIENCE_S, until
 
 REDIAL_S = 0.05
 
@@ -68,7 +68,7 @@ class Stage:
                 stderr=log,
             )
         try:
-            client = await EngineClient.connect(self.directory / "s.ctl", timeout_s=60)
+            client = await EngineClient.connect(self.directory / "s.ctl", timeout_s=PATIENCE_S)
             await client.load(path=str(self.file), model="tiny", role="stage", layers=list(self.window), ring=self.ring)
             self.client = client
             self.lives += 1
@@ -201,7 +201,7 @@ class Ring:
                 return False
             return len(stats) == len(self.stages) and all(s["next_ready"] and s["prev_ready"] for s in stats)
 
-        await until(ready, 60)
+        await until(ready)
 
     async def stats(self) -> list[dict[str, Any]]:
         return [await stage.stats() for stage in self.stages]
@@ -213,7 +213,7 @@ class Ring:
             stats = await self.stats()
             return all(each["sequences"] == 0 and each["kv"]["reserved_bytes"] == 0 for each in stats)
 
-        await until(released, 60)
+        await until(released)
 
 
 @contextlib.asynccontextmanager

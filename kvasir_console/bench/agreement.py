@@ -18,7 +18,7 @@ from typing import Any
 
 from kvasir_console.bench.network import RingNetwork
 
-SETTLE_S = 60.0
+SETTLE_S = 180.0
 _LOOK_S = 1.0
 
 

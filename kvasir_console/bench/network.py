@@ -37,7 +37,7 @@ from kvasir_console.paths import private_directory
 log = logging.getLogger(__name__)
 
 Say = Callable[[str], None]
-START_TIMEOUT_S = 180.0
+START_TIMEOUT_S = 240.0
 CALL_TIMEOUT_S = 5.0
 SETTLE_S = 60.0
 """A gateway that was started again may say so long that its models are not served yet."""

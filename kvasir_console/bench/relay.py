@@ -25,7 +25,7 @@ ADDED_MS_BAR = 1.0
 MB_S_BAR = 300.0
 _PARTS = "kvasir_console.bench.relay_parts"
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-_OPEN_S = 15.0
+_OPEN_S = 60.0
 
 
 async def run(
@@ -55,6 +55,7 @@ async def run(
         trunk, worker = await _network(stack, directory, rtt_ms, seed)
         say(f"four processes, TLS, one row of {hidden} a layer, link RTT {rtt_ms:g} ms")
         added: dict[bool, Interval] = {}
+        samples: dict[str, list[float]] = {}
         for computing in (False, True):
             for end in (trunk, worker):
                 await end.ask("compute", on=computing)
@@ -66,6 +67,7 @@ async def run(
                     if pair:  # the first is for warming up
                         times.append(answer["ms"])
             added[computing] = paired_difference(relay, direct, seed)
+            samples = {"direct_ms": direct, "relay_ms": relay}  # in the end, of engines that compute
             say(f"added to a layer, engines {'computing' if computing else 'idle'}: {_text(added[computing])} ms")
         for end in (trunk, worker):
             await end.ask("compute", on=False)
@@ -89,6 +91,7 @@ async def run(
         "added_ms_per_layer_p50_ci": [busy.low, busy.high],
         "added_ms_per_layer_idle_p50": idle.median,
         "added_ms_per_layer_idle_p50_ci": [idle.low, idle.high],
+        "samples_added": samples,
         "up_mb_s": rate["up"].median,
         "up_mb_s_ci": [rate["up"].low, rate["up"].high],
         "down_mb_s": rate["down"].median,

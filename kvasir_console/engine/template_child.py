@@ -29,7 +29,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 MEMORY_BYTES = 512 << 20
 """Address space of the process, interpreter included."""
 CPU_S = 5
-"""Processor time of one rendering; the parent's clock is the tighter bound unless it is gone."""
+"""Processor time of one rendering. The parent's clock bounds what waits, which on a busy machine may be for this."""
 
 
 class RefusalError(TemplateError):

@@ -35,7 +35,7 @@ from kvasir_console.wallet.vault import open_vault
 RING_MODEL = "smollm2-135m"
 MOE_MODEL = "smollm2-8x135m"
 Say = Callable[[str], None]
-START_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 240.0
 KV_BUDGET_MIB = 512
 """For each of three engines that do not know of each other: half of what is free would be too much."""
 
@@ -113,7 +113,7 @@ class LocalNetwork:
         await self._child(ledger)
         assert ledger.stdout is not None  # noqa: S101 - it was asked for
         try:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(START_TIMEOUT_S):
                 ready = json.loads(await ledger.stdout.readline())
         except (TimeoutError, ValueError) as error:
             raise _not_started("ledger", data / "ledger.log") from error

@@ -10,9 +10,10 @@ import contextlib
 import json
 import logging
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from kvasir_console.errors import KvasirError, WalletError
 from kvasir_console.node.market import GatewayInfo, Market, NodeToken
@@ -24,6 +25,7 @@ log = logging.getLogger(__name__)
 
 EXPIRY_SKEW_S = 60.0
 _MAX_FILE_BYTES = 16 * 1024
+T = TypeVar("T")
 
 
 class Prover(Protocol):
@@ -78,6 +80,15 @@ class Credentials:
                 self._token = token
                 self._write(token)
         return token.value
+
+    async def with_token(self, call: Callable[[str], Awaitable[T]]) -> T:
+        """Run ``call(token)``; a refused token is minted anew once. Raises as ``get`` and ``call``."""
+        try:
+            return await call(await self.get())
+        except WalletError as error:
+            if error.code != "token_refused":
+                raise
+            return await call(await self.get(refresh=True))
 
     async def delegate(self) -> bool:
         """Have the wallet delegate to a session key, unless a fresh one is there; whether a new one was made.

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import psutil
 
+from kvasir_console.node.snapshot import MachineView
+
 MIB = 2**20
 _KNOWN_SYSTEMS = {"Linux": "linux", "Darwin": "macos", "Windows": "windows"}
 
@@ -43,6 +45,18 @@ def probe(device: str = "cpu") -> Hardware:
 def budget_bytes(hardware: Hardware, configured_mib: int) -> int:
     """Most bytes of weights to hold: what the owner set, else half of what is free now."""
     return configured_mib * MIB if configured_mib > 0 else hardware.memory_free_bytes // 2
+
+
+def view(device: str, engine_rss_bytes: int | None) -> MachineView:
+    """How busy this machine is since the last look, and what its engine takes of it."""
+    memory = psutil.virtual_memory()
+    return MachineView(
+        cpu_percent=psutil.cpu_percent(interval=None),
+        memory_used_bytes=memory.total - memory.available,
+        memory_total_bytes=memory.total,
+        engine_rss_bytes=engine_rss_bytes,
+        accelerator=device,
+    )
 
 
 def host_name() -> str:

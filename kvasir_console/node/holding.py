@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import Any, Protocol
 import httpx
 
 from kvasir_console.engine.process.client import EngineClient
-from kvasir_console.errors import NetworkError, SystemResourceError
+from kvasir_console.errors import KvasirError, NetworkError, SystemResourceError
 from kvasir_console.node.hubpin import HubPin
 from kvasir_console.node.market import Assignment
 from kvasir_console.node.placement.plan import Plan, PlannedStage, verify_plan
@@ -20,6 +22,8 @@ from kvasir_console.relay.uplink import STAR_EDGE, expert_url, ring_url
 from kvasir_console.relay.wire.preamble import WIRE_NAMES, Kind, Preamble, wires_named
 
 Progress = Callable[[int, int | None], None]
+DRAIN_S = 1.5
+"""How long trunks are waited for when a node gives up its experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +136,12 @@ class ExpertHolding:
                 "The node asks for another slice.",
             )
 
+    async def drain(self, client: EngineClient) -> None:
+        """Let trunks have the answers they wait for, and go elsewhere with the next question, as far as that goes."""
+        with contextlib.suppress(KvasirError, OSError):  # a timeout is one too
+            async with asyncio.timeout(DRAIN_S + 0.5):
+                await client.call("drain", timeout_s=DRAIN_S)
+
     def coverage(self) -> dict[str, Any]:
         a = self.assignment
         return {
@@ -233,6 +243,11 @@ class RingHolding:
             ring=ring_fields(self.plan, stage),
             **({} if self.evidence is None else {"evidence_directory": str(self.evidence)}),
         )
+
+    async def replan(self, client: EngineClient, plan: Plan) -> None:
+        """Take a newer plan in which the window ``stays``. Raises ``EngineError``."""
+        await client.call("replan", ring=ring_fields(plan, self.stage))
+        self.plan = plan
 
     def stays(self, plan: Plan) -> bool:
         """Whether a newer plan leaves this window where it is."""

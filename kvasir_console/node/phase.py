@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from kvasir_console.errors import ConfigError, KvasirError
+
 
 class Phase(StrEnum):
     """What the node is doing, in the order of the claim path."""
@@ -64,6 +66,15 @@ class PhaseState:
         """The state after a change; staying in a phase keeps ``since_s`` and takes the newer reason."""
         since = self.since_s if phase is self.phase else now_s
         return PhaseState(phase, since, why, next_action or _NEXT_ACTION[phase])
+
+
+def after(error: KvasirError, retry_s: float) -> tuple[Phase, str, str]:
+    """The phase that a failed step leads to, why, and what is next: it is tried again within ``retry_s``."""
+    if error.code in ("signer_locked", "wallet_locked"):
+        return Phase.LOCKED, error.message, error.hint
+    by_itself = error.code == "engine_restarted" or isinstance(error, ConfigError)
+    again = "" if by_itself else f"It is tried again within {retry_s:g} s."
+    return Phase.FAILED, error.message, f"{error.hint} {again}".strip()
 
 
 def initial(now_s: float) -> PhaseState:

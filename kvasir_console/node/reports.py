@@ -6,18 +6,26 @@ also after the engine died: only what it did since it was last looked at is lost
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import contextlib
 import logging
 import secrets
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from kvasir_console.engine.process.client import EngineClient
+from kvasir_console.errors import EngineError, KvasirError
+from kvasir_console.node.credentials import Credentials
+from kvasir_console.node.holding import RingHolding
+from kvasir_console.node.market import GatewayInfo, Market
 from kvasir_console.node.placement.plan import Plan
 from kvasir_console.node.session_key import SessionKey
+from kvasir_console.relay.uplink import MAX_WAITING
 from kvasir_console.relay.wire.stage_report import MAX_SLICES, SliceWork, StageReport, no_evidence, printable
 
-__all__ = ["REPORT_S", "StageBook"]
+__all__ = ["StageBook", "StageReporter"]
 
 log = logging.getLogger(__name__)
 
@@ -166,6 +174,77 @@ class StageBook:
         )
         text = report.text()
         return {"text": text, "signature": base64.b64encode(key.sign(text.encode())).decode()}
+
+
+class StageReporter:
+    """Keeps the book of one node's stage: ``run`` until cancelled, then ``finish``."""
+
+    def __init__(
+        self,
+        market: Market,
+        credentials: Credentials,
+        wallet: str,
+        stage: Callable[[], tuple[RingHolding, GatewayInfo] | None],
+        on_newer_plan: Callable[[], None],
+    ) -> None:
+        """
+        Args:
+            stage: the window that the node holds now, if it holds one, and what its gateway said of itself.
+            on_newer_plan: the gateway refused a report because the ring is another by now.
+        """
+        self._market = market
+        self._credentials = credentials
+        self._stage = stage
+        self._on_newer_plan = on_newer_plan
+        self._book = StageBook(wallet)
+        self._read_off: tuple[EngineClient, str] | None = None
+        """The engine that holds a ring's window, and the run that its counters are of."""
+
+    def loaded(self, client: EngineClient, *, layers: bool) -> None:
+        """An engine holds the node's slice now. ``layers``: a ring's window, not experts."""
+        self._read_off = (client, self._book.begin()) if layers else None
+
+    def lost(self) -> None:
+        """The engine ended."""
+        self._read_off = None
+
+    async def run(self) -> None:
+        """Tell the hub what the workers of this stage did, so that it pays them."""
+        while True:
+            await asyncio.sleep(REPORT_S)
+            try:
+                await self._report()
+            except KvasirError as error:
+                log.info("the stage's workers are not reported: %s", error)
+
+    async def finish(self) -> None:
+        """The last reports, as far as they are taken at once."""
+        with contextlib.suppress(KvasirError, OSError):  # a timeout is one too
+            async with asyncio.timeout(REPORT_S):
+                for _ in range(MAX_WAITING // AT_ONCE):  # as many workers as a stage can have
+                    await self._report()
+
+    async def _report(self) -> None:
+        """Look at the engine and report once. Raises ``KvasirError``."""
+        stage, key = self._stage(), self._credentials.session_key
+        if stage is None or key is None:
+            return
+        holding, info = stage
+        if not info.stage_reports:
+            return
+        if self._read_off is not None:
+            client, run = self._read_off
+            with contextlib.suppress(EngineError):  # what it said before is still to be sent
+                self._book.observe(run, await client.coverage())
+        refused = await self._book.send(holding.plan, info.hub_key, key, self._send, self._pardon)
+        if "report_old_epoch" in refused:
+            self._on_newer_plan()
+
+    async def _send(self, reports: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]:
+        return await self._credentials.with_token(lambda token: self._market.report_stage(token, reports))
+
+    async def _pardon(self, session: str, wallet: str) -> bool:
+        return self._read_off is not None and await self._read_off[0].pardon(session, wallet)
 
 
 def _figures(

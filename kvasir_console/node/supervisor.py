@@ -28,6 +28,8 @@ WATCH_S = 5.0
 TRACE_S = 0.5
 HANG_S = 45.0
 """An engine that answers nothing for so long is taken for hung and killed."""
+UP_S, LOOK_S = 60.0, 0.05
+"""How long an engine that is on its way up is waited for, and how often it is looked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +182,15 @@ class Engine:
     @property
     def pid(self) -> int | None:
         return self._child.pid if self._child.running else None
+
+    async def connected(self) -> EngineClient:
+        """The client of the engine that is up, or comes up soon. Raises ``EngineError`` ``engine_not_up``."""
+        deadline = time.monotonic() + UP_S
+        while (client := self.client) is None or client.closed:
+            if time.monotonic() > deadline:
+                raise EngineError("engine_not_up", "The engine process does not come up.", "Read engine.log.")
+            await asyncio.sleep(LOOK_S)
+        return client
 
     async def run(self) -> None:
         """Supervise until cancelled."""

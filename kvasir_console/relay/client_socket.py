@@ -152,6 +152,8 @@ class ClientSocket:
         self._loop = asyncio.get_running_loop()
         self._frames = self._receive()
         self._listening_since: float | None = None
+        self._awake_since = 0.0
+        """When this process last got its turn again, much later than it had asked for."""
         self.sent_bytes = 0
         """Payload given to the connection, whether it has left or not."""
 
@@ -199,7 +201,8 @@ class ClientSocket:
     async def keep_alive(self, interval_s: float, dead_after_s: float) -> None:
         """Ping every ``interval_s``; never returns.
 
-        While the engine holds us up we do not listen, so silence means nothing then.
+        While the engine holds us up we do not listen, so silence means nothing then. Nor does it after a pause of this
+        process itself, which was stopped or did not get its turn.
 
         Raises:
             PathDeadError: we listened for ``dead_after_s`` and nothing came.
@@ -211,7 +214,10 @@ class ClientSocket:
                 left_s = dead_after_s - self._silent_s()
                 if left_s <= 0:
                     raise PathDeadError(f"nothing came for {dead_after_s} s")
-                await asyncio.wait([pinging], timeout=min(left_s, interval_s))
+                asleep, pause_s = self._loop.time(), min(left_s, interval_s)
+                await asyncio.wait([pinging], timeout=pause_s)
+                if self._loop.time() - asleep > pause_s + interval_s:
+                    self._awake_since = self._loop.time()
             pinging.result()
         finally:
             pinging.cancel()
@@ -228,7 +234,8 @@ class ClientSocket:
     def _silent_s(self) -> float:
         if self._listening_since is None:
             return 0.0
-        return self._loop.time() - max(self._listening_since, self._connection.last_received)
+        heard = max(self._listening_since, self._connection.last_received, self._awake_since)
+        return self._loop.time() - heard
 
     async def close(self, code: int = CloseCode.NORMAL, reason: str = "") -> Closing:
         """Close with ``code``, or learn with which one the relay closes already; then nothing is left open."""

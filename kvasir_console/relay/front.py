@@ -23,7 +23,7 @@ from typing import Any, Protocol
 from kvasir_console.errors import ConfigError, SystemResourceError
 from kvasir_console.relay.http_requests import HEAD_BYTES, HeadError, RequestHead, RequestStream
 from kvasir_console.relay.hub import EXPERT_PATH, RING_PATH
-from kvasir_console.relay.splice import CHUNK_BYTES, close_writer, finish
+from kvasir_console.relay.splice import CHUNK_BYTES, LocalEnd, StreamEnd, close_writer, finish
 from kvasir_console.relay.tls import is_loopback, server_context
 from kvasir_console.relay.upstream import Upstream
 
@@ -193,7 +193,7 @@ class Front:
             requests = RequestStream(peer, "https" if self._tls is not None else "http", head_bytes=self._head_bytes)
             first = requests.feed(raw)
             try:
-                inner_reader, inner_writer = await self._open_gateway()
+                inner = await self._open_gateway()
             except OSError as error:
                 _log.warning("the gateway at %s does not answer: %s", self._gateway, error.strerror)
                 raise HeadError(502, "the gateway is not running") from None
@@ -201,20 +201,19 @@ class Front:
             await self._answer(reader, writer, error)
             return
         try:
-            inner_writer.write(first)
-            whole = await self._splice(reader, writer, inner_reader, inner_writer, requests)
+            whole = await self._splice(reader, writer, inner, requests, first)
         finally:
-            await close_writer(inner_writer, self._linger_s)
+            await inner.close()
         # TLS holds a part that ``drain`` does not know of: the end of an answer has as much time as the rest of it had.
         close_s = self._stall_timeout_s if whole else self._linger_s
         if not requests.idle:
             await finish(reader, writer, linger_s=self._linger_s, close_s=close_s)
         await close_writer(writer, close_s)
 
-    async def _open_gateway(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    async def _open_gateway(self) -> LocalEnd | StreamEnd:
         if isinstance(self._gateway, Path):
-            return await asyncio.open_unix_connection(self._gateway)
-        return await self._gateway.open()
+            return await LocalEnd.open(self._gateway)
+        return StreamEnd(*await self._gateway.open())
 
     async def _first_head(self, reader: asyncio.StreamReader) -> bytes | None:
         """The first request head, or ``None`` if the client left before it was complete."""
@@ -232,31 +231,34 @@ class Front:
         self,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
-        inner_reader: asyncio.StreamReader,
-        inner_writer: asyncio.StreamWriter,
+        inner: LocalEnd | StreamEnd,
         requests: RequestStream,
+        first: bytes,
     ) -> bool:
-        """Pass requests in and answers out until the gateway has closed, or either side is gone.
+        """Pass requests in, ``first`` first, and answers out until the gateway has closed, or either side is gone.
 
-        A client that closes its sending half still gets its answer.
+        A client that closes its sending half still gets its answer; so does one that sends more than the gateway takes.
 
         Returns:
             Whether all that the gateway said was passed on.
         """
 
         async def inward() -> None:
+            passing = first
             while True:
-                await inner_writer.drain()
+                try:
+                    await inner.write(passing)
+                except ConnectionError:
+                    return  # the gateway takes no more; what it said before is on its way out
                 async with asyncio.timeout(None if requests.idle else self._body_timeout_s):
                     data = await reader.read(CHUNK_BYTES)
                 if not data:
-                    if inner_writer.can_write_eof():
-                        inner_writer.write_eof()
+                    await inner.end()
                     return
-                inner_writer.write(requests.feed(data))
+                passing = requests.feed(data)
 
         async def outward() -> None:
-            while data := await inner_reader.read(CHUNK_BYTES):
+            while data := await inner.read():
                 writer.write(data)
                 async with asyncio.timeout(self._stall_timeout_s):
                     await writer.drain()

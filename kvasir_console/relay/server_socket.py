@@ -131,15 +131,19 @@ class ServerSocket:
     async def keep_alive(self, mark: Callable[[], bytes] = bytes) -> None:
         """Ping every interval, with what ``mark`` says as payload; return when the path is dead.
 
-        Dead means that nothing arrived for two intervals while we listened.
+        Dead means that nothing arrived for two intervals while we listened. A process that was stopped, or did not get
+        its turn, heard nobody: its own pause is nobody's silence.
 
         A side that is held up by its own engine does not listen and cannot answer pings. It is not dead, and must
         not look dead to the peer: while held up, it sends unsolicited pongs (RFC 6455 section 5.5.3).
         """
-        beat = 0
+        beat, pause_s = 0, self._ping_interval_s / _BEATS
         while True:
-            await asyncio.sleep(self._ping_interval_s / _BEATS)
+            asleep = self._loop.time()
+            await asyncio.sleep(pause_s)
             beat += 1
+            if self._waiting_since is not None and self._loop.time() - asleep > 2 * pause_s:
+                self._waiting_since = self._loop.time()
             since = self._waiting_since
             if not self.open or (since is not None and self._loop.time() - since >= 2 * self._ping_interval_s):
                 return

@@ -7,7 +7,10 @@ memory stays bounded whatever the two sides do.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any, Protocol
 
 CHUNK_BYTES = 64 * 1024
@@ -53,6 +56,59 @@ class SocketEnd:
     async def part(self) -> None:
         """The other side of the splice is over: so is this one."""
         await self.close()
+
+
+class StreamEnd(SocketEnd):
+    """One whose sending half can be ended alone."""
+
+    async def end(self) -> None:
+        """No more is written; what comes is still read."""
+        if self._writer.can_write_eof():
+            self._writer.write_eof()
+
+
+class LocalEnd:
+    """A Unix socket without a transport around it: asyncio's throws away what was not read yet when a write fails,
+    and whoever closed may have said something first.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._loop = asyncio.get_running_loop()
+
+    @classmethod
+    async def open(cls, path: Path) -> LocalEnd:
+        """Raises ``OSError``."""
+        sock = socket.socket(socket.AF_UNIX)
+        try:
+            sock.setblocking(False)
+            await asyncio.get_running_loop().sock_connect(sock, str(path))
+        except BaseException:
+            sock.close()
+            raise
+        return cls(sock)
+
+    async def read(self) -> bytes:
+        try:
+            return await self._loop.sock_recv(self._sock, CHUNK_BYTES)
+        except OSError:
+            return b""
+
+    async def write(self, data: bytes | memoryview, /) -> None:
+        try:
+            await self._loop.sock_sendall(self._sock, data)
+        except ConnectionError:
+            raise
+        except OSError as error:
+            raise ConnectionResetError("the socket failed") from error
+
+    async def end(self) -> None:
+        """No more is written; what comes is still read."""
+        with contextlib.suppress(OSError):  # the other side is gone
+            self._sock.shutdown(socket.SHUT_WR)
+
+    async def close(self) -> None:
+        self._sock.close()
 
 
 async def pump(source: Source, sink: Sink, delivered: Callable[[int], None] | None = None) -> None:

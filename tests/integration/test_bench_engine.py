@@ -28,7 +28,7 @@ for line in sys.stdin:
 """
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(900)
 def test_the_report_has_both_sides_and_their_ratios(tmp_path: Path) -> None:
     model = builders.write_tiny_llama(tmp_path / "tiny.gguf", context_length=2048)
     peer = tmp_path / "peer.py"
@@ -39,7 +39,7 @@ def test_the_report_has_both_sides_and_their_ratios(tmp_path: Path) -> None:
         env={**os.environ, "KVASIR_HOME": str(tmp_path / "home")},
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=800,
     )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
@@ -62,7 +62,7 @@ def test_a_missing_native_peer_is_told_with_the_way_to_build_it(tmp_path: Path) 
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=280,
     )
     assert done.returncode == 2
     assert "make native-peer" in done.stderr

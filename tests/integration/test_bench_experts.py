@@ -11,7 +11,7 @@ from kvasir_console.bench import experts
 
 import builders
 
-pytestmark = [pytest.mark.network, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.network, pytest.mark.timeout(900)]
 
 
 async def test_every_field_is_measured_over_real_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

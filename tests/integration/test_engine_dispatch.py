@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 import struct
@@ -18,7 +19,20 @@ from kvasir_console.errors import EngineError, KvasirError, RequestError
 from kvasir_console.relay.wire.preamble import Kind, Preamble, Wire
 
 import builders
-from engines import EngineProcess, Splice, complete, connected, digest_of, engine, expert_slice, hold, until
+from engines import (
+    PATIENCE_S,
+    EngineProcess,
+    Splice,
+    complete,
+    connected,
+    digest_of,
+    engine,
+    expert_slice,
+    hold,
+    idle,
+    unhurried,
+    until,
+)
 
 N_LAYER, N_EXPERT, TOP_K, N_EMBD = 2, 4, 2, 64
 WALLET = "HAgk14JpMQLgt6rVgv7cBQFJWFto5Dqxi472uT3DKpqk"
@@ -42,7 +56,7 @@ async def trunk(moe: Path, tmp_path: Path) -> AsyncIterator[EngineProcess]:
 
 async def load(process: EngineProcess, moe: Path, **policy: Any) -> None:
     fields = {"path": str(moe), "model": "tiny", "role": "stage", "layers": [0, N_LAYER]}
-    await process.client.load(**fields, dispatch_timeout_s=30.0, dispatch_policy={"seed": 11, **policy})
+    await process.client.load(**fields, dispatch_timeout_s=PATIENCE_S, dispatch_policy={"seed": 11, **policy})
 
 
 def session(moe: Path, name: str, layer: int, begin: int, end: int, kind: Kind = Kind.DISPATCH) -> Preamble:
@@ -75,7 +89,7 @@ async def test_dispatched_experts_give_the_local_tokens_and_every_pair_is_counte
         await hold(two, moe, 1, 2, 4)
         async with splice(trunk, one, moe, "expert-a", 0, 0, 2), splice(trunk, two, moe, "expert-b", 1, 2, 4):
             await connected(trunk, 2)
-            remote = await complete(trunk.client, NETWORK)
+            remote = await unhurried(trunk, NETWORK)
             coverage = {each["session"]: each for each in await trunk.client.coverage()}
         served = [(await each.client.stats())["served"] for each in (one, two)]
     assert remote.tokens == local.tokens
@@ -86,8 +100,8 @@ async def test_dispatched_experts_give_the_local_tokens_and_every_pair_is_counte
     assert remote.pairs_local + remote.pairs_remote == remote.rows * N_LAYER * TOP_K
     assert local.pairs_remote == 0
     assert local.pairs_local == local.rows * N_LAYER * TOP_K
-    # On a busy machine an answer may come after its pairs were computed here too: counted for its worker, not for the
-    # request. Nothing is counted that was not computed.
+    # An answer that comes after its pairs were computed here too is counted for its worker, not for the request.
+    # Nothing is counted that was not computed.
     assert remote.pairs_remote <= sum(each["pairs"] for each in coverage.values())
     assert all(
         computed["pairs"] >= coverage[name]["pairs"] > 0
@@ -117,7 +131,7 @@ async def test_ids_shifted_on_the_wire_are_seen(trunk: EngineProcess, moe: Path,
         async with splice(trunk, one, moe, "expert-a", 0, 0, 2) as joint:
             joint.tamper = shift_ids
             await connected(trunk, 1)
-            remote = await complete(trunk.client, NETWORK)
+            remote = await unhurried(trunk, NETWORK)
     assert remote.pairs_remote > 0
     assert remote.tokens != local.tokens
     assert np.abs(logits(remote.trace_path)[0] - logits(local.trace_path)[0]).max() > 1e-3
@@ -132,7 +146,7 @@ async def test_swapped_experts_are_seen(trunk: EngineProcess, moe: Path, tmp_pat
         promised, held = session(moe, "expert-a", 0, 0, 2), session(moe, "expert-a", 0, 2, 4, Kind.EXPERTS)
         async with Splice(trunk.data_socket, promised, one.data_socket, held):
             await connected(trunk, 1)
-            remote = await complete(trunk.client, NETWORK)
+            remote = await unhurried(trunk, NETWORK)
     assert remote.pairs_remote > 0
     assert remote.tokens != local.tokens
 
@@ -141,18 +155,17 @@ async def test_swapped_experts_are_seen(trunk: EngineProcess, moe: Path, tmp_pat
 async def test_the_other_wires_carry_the_same_computation(moe: Path, tmp_path: Path, wire: str) -> None:
     async with engine(tmp_path / "trunk", "trunk") as trunk, engine(tmp_path / "a", "a") as one:
         fields = {"path": str(moe), "model": "tiny", "role": "stage", "layers": [0, N_LAYER]}
-        await trunk.client.load(**fields, dispatch_wire=wire)
+        await trunk.client.load(**fields, dispatch_wire=wire, dispatch_timeout_s=PATIENCE_S)
         await hold(one, moe, 0, 0, 4)
         local = await complete(trunk.client, LOCAL)
         async with splice(trunk, one, moe, "expert-a", 0, 0, 4):
             await connected(trunk, 1)
-            remote = await complete(trunk.client, NETWORK)
+            remote = await unhurried(trunk, NETWORK)
             (coverage,) = await trunk.client.coverage()
     a, b = (logits(done.trace_path)[0].astype(np.float64) for done in (remote, local))
     cosine = float(a @ b / np.linalg.norm(a) / np.linalg.norm(b))
     assert coverage["wire"] == wire
-    assert remote.pairs_remote > 0  # all of layer 0, but for answers that were late on a busy machine
-    assert remote.pairs_local + remote.pairs_remote == remote.rows * N_LAYER * TOP_K
+    assert remote.pairs_remote == remote.pairs_local == remote.rows * TOP_K  # all of layer 0, of two
     assert cosine > (0.99999 if wire == "v2f16" else 0.9999999)
 
 
@@ -164,7 +177,8 @@ async def test_a_worker_killed_with_work_in_flight_changes_no_token(
         await hold(one, moe, 0, 0, 4)
         async with splice(trunk, one, moe, "expert-a", 0, 0, 4):
             await connected(trunk, 1)
-            await complete(trunk.client, NETWORK)
+            await unhurried(trunk, NETWORK)
+            await idle(trunk)
             pairs_before = (await trunk.client.coverage())[0]["pairs"]
             os.kill(one.pid, signal.SIGSTOP)
             running = asyncio.create_task(complete(trunk.client, NETWORK))
@@ -200,15 +214,16 @@ async def test_a_replica_takes_over_what_a_dead_worker_held(trunk: EngineProcess
             running = asyncio.create_task(complete(trunk.client, NETWORK))
 
             async def in_flight() -> bool:
-                return any(each["in_flight"] for each in await trunk.client.coverage())
+                asked = {each["session"]: each["in_flight"] for each in await trunk.client.coverage()}
+                return asked["expert-a"] > 0
 
             await until(in_flight)
             os.kill(one.pid, signal.SIGKILL)
             done = await running
-    assert done.tokens == local.tokens
+            after = await unhurried(trunk, NETWORK)
+    assert done.tokens == after.tokens == local.tokens
     assert done.failovers > 0
-    # Layer 0 stayed remote, but for answers that were late on a busy machine.
-    assert done.pairs_remote > done.rows * TOP_K // 2
+    assert after.pairs_remote == after.rows * TOP_K  # layer 0 stayed remote
     assert done.pairs_local + done.pairs_remote == done.rows * N_LAYER * TOP_K
 
 
@@ -220,7 +235,7 @@ async def test_a_session_for_another_model_or_range_is_refused(trunk: EngineProc
     ):
         reader, writer = await asyncio.open_unix_connection(str(trunk.data_socket))
         writer.write(preamble.encode())
-        assert await asyncio.wait_for(reader.read(), 10) == b""
+        assert await asyncio.wait_for(reader.read(), PATIENCE_S) == b""
         writer.close()
     assert await trunk.client.coverage() == []
 
@@ -228,7 +243,7 @@ async def test_a_session_for_another_model_or_range_is_refused(trunk: EngineProc
 async def test_bytes_nobody_asked_for_end_the_session_and_earn_nothing(trunk: EngineProcess, moe: Path) -> None:
     reader, writer = await asyncio.open_unix_connection(str(trunk.data_socket))
     writer.write(session(moe, "pushy", 0, 0, 2).encode() + b"x" * 4096)
-    assert await asyncio.wait_for(reader.read(), 10) == b""
+    assert await asyncio.wait_for(reader.read(), PATIENCE_S) == b""
     writer.close()
     (coverage,) = await trunk.client.coverage()
     assert coverage["paid_bytes"] == 0
@@ -245,7 +260,7 @@ async def test_quarantine_ends_a_session_and_refuses_it_from_then_on(
             await connected(trunk, 0)
         reader, writer = await asyncio.open_unix_connection(str(trunk.data_socket))
         writer.write(session(moe, "expert-a", 0, 0, 2).encode())
-        assert await asyncio.wait_for(reader.read(), 10) == b""
+        assert await asyncio.wait_for(reader.read(), PATIENCE_S) == b""
         writer.close()
 
 
@@ -281,19 +296,24 @@ async def test_one_engine_serves_experts_of_several_layers_and_counts_who_was_ch
         # The second session asks for a part of the second slice.
         async with splice(trunk, one, moe, "expert-a", 0, 0, 2), splice(trunk, one, moe, "expert-b", 1, 2, 4):
             await connected(trunk, 2)
-            remote = await complete(trunk.client, NETWORK)
+            async with asyncio.timeout(PATIENCE_S):
+                for tries in itertools.count(1):  # noqa: B007 - a busy machine may make every answer late
+                    begun = (await trunk.client.stats(experts=True))["experts"]
+                    remote = await complete(trunk.client, NETWORK)
+                    if remote.pairs_remote:
+                        break
             after = (await trunk.client.stats(experts=True))["experts"]
             worker_counts = (await one.client.stats())["experts"]
     assert remote.tokens == local.tokens
     assert np.array_equal(logits(remote.trace_path), logits(local.trace_path))
     assert remote.pairs_remote > 0
-    for was, now in zip(before, after, strict=True):
-        here = np.array(now["pairs"]) - np.array(was["pairs"])
-        assert (here + np.array(now["pairs_remote"])).tolist() == was["pairs"]
+    for alone, was, now in zip(before, begun, after, strict=True):
+        here, there = (np.array(now[each]) - np.array(was[each]) for each in ("pairs", "pairs_remote"))
+        assert (here + there).tolist() == alone["pairs"]
     assert [(each["layer"], each["begin"], each["end"]) for each in worker_counts] == [(0, 0, 2), (1, 1, 4)]
     for counts, was, now in zip(worker_counts, before, after, strict=True):
         offered = slice(counts["begin"], counts["end"])
-        used, most = now["pairs_remote"][offered], was["pairs"][offered]
+        used, most = now["pairs_remote"][offered], [tries * pairs for pairs in was["pairs"][offered]]
         # On a busy machine an answer may be late: its pairs were computed there and are not counted as remote.
         assert all(low <= there <= high for low, there, high in zip(used, counts["pairs"], most, strict=True))
     assert after[1]["pairs_remote"][1] == 0  # held, but not offered to this trunk
@@ -309,7 +329,7 @@ async def test_a_session_for_experts_that_are_not_held_is_not_served(
         reader, writer = await asyncio.open_unix_connection(str(one.data_socket))
         writer.write(session(moe, "x", layer, begin, end, Kind.EXPERTS).encode())
         served = (layer, begin) == (0, 1)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             if served:
                 writer.write(struct.pack("<iii", -2, -1, 1))  # a request that is refused says that somebody read it
             assert await reader.read(1) == b""

@@ -18,7 +18,18 @@ from kvasir_console.engine.process.client import DoneEvent, GenerateRequest
 from kvasir_console.relay.wire.preamble import Kind, Preamble, Wire
 
 import builders
-from engines import EngineProcess, Splice, complete, connected, digest_of, engine, expert_slice, until
+from engines import (
+    PATIENCE_S,
+    EngineProcess,
+    Splice,
+    complete,
+    connected,
+    digest_of,
+    engine,
+    expert_slice,
+    unhurried,
+    until,
+)
 
 N_LAYER, N_EXPERT, TOP_K, N_EMBD = 2, 4, 2, 64
 WALLET = "HAgk14JpMQLgt6rVgv7cBQFJWFto5Dqxi472uT3DKpqk"
@@ -42,7 +53,7 @@ async def load(trunk: EngineProcess, moe: Path, dtype: str = "f32") -> None:
         layers=[0, N_LAYER],
         dispatch_wire="v3",
         dispatch_dtype=dtype,
-        dispatch_timeout_s=30.0,
+        dispatch_timeout_s=PATIENCE_S,
     )
 
 
@@ -94,12 +105,11 @@ async def test_slices_of_two_layers_on_one_session_compute_what_the_trunk_would(
         info = await hold(one, moe)
         async with join(trunk, one, moe):
             await connected(trunk, N_LAYER)
-            remote = await complete(trunk.client, NETWORK)
+            remote = await unhurried(trunk, NETWORK)
             coverage = await trunk.client.coverage()
     assert [(each["layer"], *each["experts"]) for each in info["slices"]] == ALL
-    # A busy machine may make an answer late, and then its pairs are computed here too.
-    assert remote.pairs_remote + remote.pairs_local == remote.rows * N_LAYER * TOP_K
-    assert remote.pairs_remote > remote.pairs_local
+    assert remote.pairs_remote == remote.rows * N_LAYER * TOP_K
+    assert remote.pairs_local == 0
     got_kl, got_cosine = divergence(first_logits(local), first_logits(remote))
     print(f"\n{dtype}: KL {got_kl:.3g} nats, cosine {got_cosine:.9f}")
     if dtype == "f32":
@@ -136,7 +146,7 @@ async def test_what_nobody_asked_for_ends_the_session_and_earns_nothing(
         await hold(one, moe)
         async with join(trunk, one, moe) as joint:
             await connected(trunk, N_LAYER)
-            first = await complete(trunk.client, NETWORK)
+            first = await unhurried(trunk, NETWORK)
             joint.tamper_left = tamper
             done = await complete(trunk.client, NETWORK)
             await connected(trunk, 0)
@@ -144,7 +154,7 @@ async def test_what_nobody_asked_for_ends_the_session_and_earns_nothing(
         served = (await one.client.stats())["served"]
     assert done.tokens == local.tokens
     assert done.pairs_remote < first.pairs_remote
-    # What came late is counted too; what was never computed is not.
+    # What came late, or for a request before these, is counted too; what was never computed is not.
     assert first.pairs_remote + done.pairs_remote <= sum(each["pairs"] for each in coverage) <= served["pairs"]
     for each in coverage:
         assert each["paid_bytes"] == 2 * N_EMBD * each["rows"] + 10 * each["pairs"]
@@ -164,7 +174,7 @@ async def test_a_worker_that_holds_something_else_is_refused_before_it_is_asked(
     async with engine(tmp_path / "a", "a") as one:
         await hold(one, other, [held])
         async with join(trunk, one, moe, [(0, 0, 2)], held=[held]) as joint:
-            await asyncio.wait_for(joint.ended(), 20)
+            await asyncio.wait_for(joint.ended(), PATIENCE_S)
         coverage = await trunk.client.coverage()
         done = await complete(trunk.client, NETWORK)
     assert coverage == []
@@ -185,14 +195,14 @@ async def test_a_drained_worker_leaves_without_a_failure(trunk: EngineProcess, m
                 return any(each["pairs"] for each in await trunk.client.coverage() if each["session"] == "expert-a")
 
             await until(busy)
-            assert (await one.client.call("drain", timeout_s=20))["drained"]
+            assert (await one.client.call("drain", timeout_s=PATIENCE_S))["drained"]
             await connected(trunk, N_LAYER)
             done = await running
-            after = await complete(trunk.client, NETWORK)
+            after = await unhurried(trunk, NETWORK)
             coverage = await trunk.client.coverage()
     assert done.tokens == after.tokens == local.tokens
     assert all(each["failures"] == 0 for each in coverage)
-    assert after.pairs_remote > 0
+    assert after.pairs_remote == after.rows * N_LAYER * TOP_K
 
 
 async def test_a_stopped_worker_costs_no_token_and_is_given_up_by_its_silence(
@@ -207,7 +217,7 @@ async def test_a_stopped_worker_costs_no_token_and_is_given_up_by_its_silence(
             await complete(trunk.client, NETWORK)
             os.kill(one.pid, signal.SIGSTOP)
             try:
-                await asyncio.wait_for(connected(trunk, 0), 25)  # nobody asks it for anything: a PING finds out
+                await connected(trunk, 0)  # nobody asks it for anything: a PING finds out
                 done = await complete(trunk.client, NETWORK)
             finally:
                 os.kill(one.pid, signal.SIGCONT)

@@ -20,7 +20,7 @@ from kvasir_console.errors import EngineError, RequestError
 from kvasir_console.relay.wire.preamble import Kind, Preamble
 
 import builders
-from engines import EngineProcess, Splice, complete, engine, until
+from engines import PATIENCE_S, EngineProcess, Splice, at_once, complete, engine, until
 
 N_LAYER = 4
 REQUEST = GenerateRequest(prompt="the thread of the weather", max_tokens=20)
@@ -156,8 +156,10 @@ async def test_company_drafts_and_cancels_change_no_token_of_the_ring(ring: Ring
         await anext(events)
         await events.aclose()
 
-    leaving = [asyncio.create_task(leave(replace(REQUEST, max_tokens=200, seed=n))) for n in range(3)]
-    together = await asyncio.gather(*(complete(entry, each) for each in requests))
+    async with at_once(ring.stages[0]):
+        leaving = [asyncio.create_task(leave(replace(REQUEST, max_tokens=200, seed=n))) for n in range(3)]
+        asking = asyncio.gather(*(complete(entry, each) for each in requests))
+    together = await asking
     await asyncio.gather(*leaving)
     assert [done.tokens for done in together] == [done.tokens for done in alone]
     assert [done.rows for done in together] == [done.rows for done in alone]
@@ -179,7 +181,7 @@ async def test_a_cancelled_request_is_released_though_a_rank_hangs(ring: Ring) -
     await anext(events)
     os.kill(ring.stages[-1].pid, signal.SIGSTOP)
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             await events.aclose()
         assert (await ring.stages[0].client.stats())["ring"]["sequences"] == 0
     finally:

@@ -16,7 +16,7 @@ from kvasir_console.errors import EngineError, RequestError
 from kvasir_console.relay.wire.preamble import Kind, Preamble, Wire
 
 import builders
-from engines import EngineProcess, Splice, complete, digest_of, engine, hold, until
+from engines import EngineProcess, Splice, at_once, complete, connected, digest_of, engine, hold, idle, until
 
 N_LAYER = 2
 CHUNK = 256
@@ -98,12 +98,14 @@ async def test_survivors_of_cancels_have_their_solo_tokens_and_memory_returns(
         client = process.client
         for _ in range(2):
             cancelled = {1: 4, 3: 17, 6: 1}
-            results = await asyncio.gather(
-                *(
-                    take(client, each, cancelled[n]) if n in cancelled else complete(client, each)
-                    for n, each in enumerate(requests)
+            async with at_once(process):
+                asking = asyncio.gather(
+                    *(
+                        take(client, each, cancelled[n]) if n in cancelled else complete(client, each)
+                        for n, each in enumerate(requests)
+                    )
                 )
-            )
+            results = await asking
             for n, result in enumerate(results):
                 if isinstance(result, DoneEvent):
                     assert (result.tokens, result.text) == (alone[n].tokens, alone[n].text)
@@ -139,17 +141,24 @@ async def test_requests_wait_for_room_and_are_all_served(dense: Path, tmp_path: 
     async with engine(tmp_path / "a", "a") as process:
         info = await load(process, dense, kv_budget_bytes=largest)
         assert info["kv_budget_bytes"] == largest
-        running = [asyncio.create_task(complete(process.client, each)) for each in requests]
         peak, queued = 0, 0
-        while not all(each.done() for each in running):
-            stats = await serving(process)
-            peak, queued = max(peak, stats["kv"]["reserved_bytes"]), max(queued, stats["queued"])
-            assert stats["kv"]["reserved_bytes"] + stats["kv"]["kept_bytes"] <= largest
-        done = [each.result() for each in running]
-    assert 0 < peak <= largest
-    assert queued > 0
-    assert all(each.completion_tokens == 200 for each in done)
-    assert max(each.queued_ms for each in done) > 0
+
+        async def met() -> bool:
+            """Whether a look met with requests that run, and with others that wait: on a busy machine none may."""
+            nonlocal peak, queued
+            async with at_once(process):
+                running = [asyncio.create_task(complete(process.client, each)) for each in requests]
+            while not all(each.done() for each in running):
+                stats = await serving(process)
+                peak, queued = max(peak, stats["kv"]["reserved_bytes"]), max(queued, stats["queued"])
+                assert stats["kv"]["reserved_bytes"] + stats["kv"]["kept_bytes"] <= largest
+            done = [each.result() for each in running]
+            assert all(each.completion_tokens == 200 for each in done)
+            assert max(each.queued_ms for each in done) > 0
+            return peak > 0 and queued > 0
+
+        await until(met)
+    assert peak <= largest
 
 
 async def test_what_can_never_be_served_is_refused_before_it_is_accepted(dense: Path, tmp_path: Path) -> None:
@@ -161,17 +170,16 @@ async def test_what_can_never_be_served_is_refused_before_it_is_accepted(dense: 
         request = GenerateRequest(prompt="the weather", max_tokens=400, ignore_eos=True)
         events = process.client.generate(request)
         await anext(events)
-        waiting = [asyncio.create_task(complete(process.client, request)) for _ in range(2)]
-
-        async def queued() -> bool:
-            return (await serving(process))["queued"] == 2
-
-        await until(queued)
-        with pytest.raises(EngineError) as full:
-            await process.client.call("generate", prompt="the weather", max_tokens=400)
-        assert full.value.code == "queue_full"
+        async with at_once(process):  # one runs, two wait, and the others find the queue full
+            asking = [asyncio.create_task(complete(process.client, request)) for _ in range(6)]
         await events.aclose()
-        assert {each.completion_tokens for each in await asyncio.gather(*waiting)} == {400}
+        answers = await asyncio.gather(*asking, return_exceptions=True)
+        refused = [each.code for each in answers if isinstance(each, EngineError)]
+        served = [each.completion_tokens for each in answers if isinstance(each, DoneEvent)]
+        assert set(refused) == {"queue_full"}
+        assert set(served) == {400}
+        assert len(served) >= 2
+        assert len(served) + len(refused) == 6
         assert (await serving(process))["kv"]["reserved_bytes"] == 0
 
 
@@ -225,12 +233,19 @@ async def test_kept_prefixes_give_way_to_requests(dense: Path, tmp_path: Path) -
         kept = (await serving(process))["kv"]["kept_bytes"]
         assert 0 < kept <= kv_bytes(4096) / 4
         large = GenerateRequest(prompt="the weather", max_tokens=4000, ignore_eos=True)
-        events = process.client.generate(large)
-        await anext(events)
-        stats = await serving(process)
-        assert stats["kv"]["reserved_bytes"] == kv_bytes(4096)
-        assert stats["kv"]["kept_bytes"] == 0
-        await events.aclose()
+
+        async def has_all() -> bool:
+            """Whether it was looked at while it ran: it ends some time."""
+            events = process.client.generate(large)
+            await anext(events)
+            stats = await serving(process)
+            if stats["running"]:
+                assert stats["kv"]["reserved_bytes"] == kv_bytes(4096)
+                assert stats["kv"]["kept_bytes"] == 0
+            await events.aclose()
+            return bool(stats["running"])
+
+        await until(has_all)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
@@ -338,22 +353,33 @@ async def test_each_request_is_told_its_own_pairs(moe: Path, tmp_path: Path) -> 
         ]
         alone = [await complete(trunk.client, replace(each, experts="local")) for each in requests]
         async with Splice(trunk.data_socket, ends[0], worker.data_socket, ends[1]):
+            await connected(trunk, 1)
+            done: list[DoneEvent] = []
+            remote: list[int] = []
+            most: list[int] = []
 
-            async def connected() -> bool:
-                return any(each["connected"] for each in await trunk.client.coverage())
+            async def two_had_pairs() -> bool:
+                """On a busy machine every answer to one of them may be late."""
+                asks = [replace(each, session=f"{n}-{len(remote)}") for n, each in enumerate(requests)]
+                done[:] = await asyncio.gather(*(complete(trunk.client, each) for each in asks))
+                remote.extend(each.pairs_remote for each in done)
+                most.extend(
+                    each.pairs_local + each.pairs_remote
+                    for each, ask in zip(done, asks, strict=True)
+                    if ask.experts == "network"
+                )
+                return sum(each.pairs_remote > 0 for each in done) >= 2
 
-            await until(connected)
-            done = await asyncio.gather(
-                *(complete(trunk.client, replace(each, session=f"{n}-again")) for n, each in enumerate(requests))
-            )
+            await until(two_had_pairs)
+            await idle(trunk)
             (coverage,) = await trunk.client.coverage()
     for request, one, other in zip(requests, alone, done, strict=True):
         assert other.tokens == one.tokens
         assert other.pairs_local + other.pairs_remote == other.rows * N_LAYER * 2 == one.pairs_local
         assert (other.pairs_remote > 0) == (request.experts == "network")
     # An answer that came after its pairs were computed here is paid, and no request's.
-    late = coverage["pairs"] - sum(each.pairs_remote for each in done)
-    assert 0 <= late <= sum(each.pairs_local for each in done if each.pairs_remote)
+    late = coverage["pairs"] - sum(remote)
+    assert 0 <= late <= sum(most) - sum(remote)
 
 
 @pytest.mark.model
@@ -379,7 +405,7 @@ async def test_a_real_model_serves_eight_streams_as_it_serves_one(smollm2_path: 
     async with engine(tmp_path / "e", "e") as process:
         client = process.client
         await client.load(path=str(smollm2_path), model="m", role="stage", layers=[0, 30], kv_budget_bytes=2**30)
-        cancelled = {1: 2, 4: 5, 7: 1}
+        cancelled = {1: 4, 4: 7, 7: 3}
         alone = {
             n: await complete(client, replace(each, speculation="off"))
             for n, each in enumerate(requests)
@@ -392,12 +418,14 @@ async def test_a_real_model_serves_eight_streams_as_it_serves_one(smollm2_path: 
             rss_bytes: int = (await client.stats())["rss_bytes"]
             return rss_bytes - level < 24 * 2**20
 
-        results = await asyncio.gather(
-            *(
-                take(client, each, cancelled[n]) if n in cancelled else complete(client, each)
-                for n, each in enumerate(requests)
+        async with at_once(process):
+            asking = asyncio.gather(
+                *(
+                    take(client, each, cancelled[n]) if n in cancelled else complete(client, each)
+                    for n, each in enumerate(requests)
+                )
             )
-        )
+        results = await asking
         after = await client.stats()
         for n, result in enumerate(results):
             if isinstance(result, DoneEvent):

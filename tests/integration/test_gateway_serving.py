@@ -18,7 +18,7 @@ from kvasir_console.node.gateway.service import GatewayService
 from kvasir_console.paths import Paths
 
 import builders
-from engines import until
+from engines import PATIENCE_S, until
 
 MODEL = "tiny"
 N_LAYER = 2
@@ -60,13 +60,13 @@ async def gateway(home: Path, model: Path, **fields: Any) -> AsyncIterator[Serve
     config = Config(engine=EngineConfig(threads=1, **fields), gateway=GatewayConfig(port=0, models=models))
     async with GatewayService(config, paths) as service:
         base = f"http://127.0.0.1:{service.port}"
-        engine = await EngineClient.connect(paths.runtime / "trunk0.ctl", timeout_s=60)
-        async with httpx.AsyncClient(base_url=base, trust_env=False, timeout=60) as client:
+        engine = await EngineClient.connect(paths.runtime / "trunk0.ctl", timeout_s=PATIENCE_S)
+        async with httpx.AsyncClient(base_url=base, trust_env=False, timeout=PATIENCE_S) as client:
 
             async def healthy() -> bool:
                 return (await client.get("/v1/health")).status_code == 200
 
-            await until(healthy, 60)
+            await until(healthy)
             yield Served(service, client, engine)
         await engine.close()
 
@@ -79,18 +79,24 @@ async def test_requests_beyond_the_budget_wait_or_are_refused_and_none_fails_lat
             error = refused.json()["error"]
             assert (refused.status_code, error["code"]) == (400, "kv_budget_exceeded")
             assert str(BUDGET_TOKENS) in error["message"]
-        asking = [asyncio.create_task(served.ask(max_tokens=900, seed=n, temperature=1.0)) for n in range(7)]
         most, waited = 0, 0
-        while not all(each.done() for each in asking):
-            serving = (await served.engine.stats())["serving"]
-            most = max(most, serving["kv"]["reserved_bytes"])
-            waited = max(waited, serving["queued"])
-            assert serving["kv"]["reserved_bytes"] + serving["kv"]["kept_bytes"] <= 2**20
-        replies = [each.result() for each in asking]
-        assert {reply.status_code for reply in replies} == {200}
-        assert {reply.json()["usage"]["completion_tokens"] for reply in replies} == {900}
+
+        async def met() -> bool:
+            """Whether a look met with two that ran while others waited: on a busy machine none may."""
+            nonlocal most, waited
+            asking = [asyncio.create_task(served.ask(max_tokens=900, seed=n, temperature=1.0)) for n in range(7)]
+            while not all(each.done() for each in asking):
+                serving = (await served.engine.stats())["serving"]
+                most = max(most, serving["kv"]["reserved_bytes"])
+                waited = max(waited, serving["queued"])
+                assert serving["kv"]["reserved_bytes"] + serving["kv"]["kept_bytes"] <= 2**20
+            replies = [each.result() for each in asking]
+            assert {reply.status_code for reply in replies} == {200}
+            assert {reply.json()["usage"]["completion_tokens"] for reply in replies} == {900}
+            return waited > 0 and most >= 2 * 4 * BLOCK_BYTES
+
+        await until(met)
         assert most == 2 * 4 * BLOCK_BYTES  # each takes four blocks of eight
-        assert waited > 0
         assert (await served.kv())["reserved_bytes"] == 0
         # what nobody limits takes what there is
         unlimited = (await served.ask(messages=[{"role": "user", "content": "x" * 1500}])).json()["usage"]

@@ -22,7 +22,7 @@ from kvasir_console.engine.checkpoint.shape import ModelShape
 from kvasir_console.engine.checkpoint.shard import write_expert_shard
 from kvasir_console.engine.checkpoint.window import stage_tensors
 from kvasir_console.errors import EngineError, RequestError
-from kvasir_console.local.chat import Gateway
+from kvasir_console.local.chat import Answer, Gateway
 from kvasir_console.local.network import RING_MODEL, LocalNetwork, Models
 from kvasir_console.local.passage import load_models, one_pass, ready
 from kvasir_console.node.holding import ExpertHolding
@@ -35,9 +35,9 @@ from kvasir_console.wallet import phrase
 from kvasir_console.wallet.keys import KVASIR_PATH, Key, derive
 
 import builders
-from engines import engine, until
+from engines import PATIENCE_S, engine, until
 
-pytestmark = [pytest.mark.network, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.network, pytest.mark.timeout(900)]
 
 PROMPT = "the inner thread of the weather"
 
@@ -104,10 +104,9 @@ async def test_an_expert_worker_killed_with_work_in_flight_costs_no_token_and_se
 ) -> None:
     await network.wait_ready(lambda: ready(network, gateway, tiny), "a model is not served")
     local = await gateway.complete(tiny.moe_id, PROMPT, 24, experts="local", trace=True)
-    before = await gateway.complete(tiny.moe_id, PROMPT, 24, trace=True)
+    before = await remotely(gateway, tiny)
     victim = await network.snapshot(network.experts[0])
     assert victim is not None
-    assert before.kvasir["pairs_remote"] > 0
     assert victim.engine_pid is not None
     os.kill(victim.engine_pid, signal.SIGSTOP)  # its next request stays in flight, and is late
     during = await gateway.complete(tiny.moe_id, PROMPT, 24, trace=True)
@@ -120,10 +119,19 @@ async def test_an_expert_worker_killed_with_work_in_flight_costs_no_token_and_se
         again = snapshot is not None and snapshot.state.phase is Phase.SERVING
         return again and snapshot.engine_pid not in (None, victim.engine_pid) and await ready(network, gateway, tiny)
 
-    await until(serves_again, 60)
-    after = await gateway.complete(tiny.moe_id, PROMPT, 24)
+    await until(serves_again, 240)
+    after = await remotely(gateway, tiny)
     assert after.tokens == local.tokens
-    assert after.kvasir["pairs_remote"] > 0
+
+
+async def remotely(gateway: Gateway, tiny: Models) -> Answer:
+    """An answer of which no pair came late. A busy machine makes some late, and then it is asked again."""
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            answer = await gateway.complete(tiny.moe_id, PROMPT, 24, trace=True)
+            if answer.kvasir["pairs_remote"] > 0 and not answer.kvasir["failovers"]:
+                return answer
+            await asyncio.sleep(0.2)
 
 
 async def test_what_the_hub_states_is_what_each_node_counted(
@@ -133,13 +141,13 @@ async def test_what_the_hub_states_is_what_each_node_counted(
     counts are never looked at in one moment: what is stated reaches what a node had counted before, and is never more
     than what it has counted since."""
     await network.wait_ready(lambda: ready(network, gateway, tiny), "a model is not served")
-    await gateway.complete(tiny.moe_id, PROMPT, 8)
+    await remotely(gateway, tiny)
     victim = await network.snapshot(network.experts[0])
     assert victim is not None
     assert victim.engine_pid is not None
     os.kill(victim.engine_pid, signal.SIGKILL)
     await network.wait_ready(lambda: ready(network, gateway, tiny), "the killed engine does not serve again")
-    await gateway.complete(tiny.moe_id, PROMPT, 8)
+    await remotely(gateway, tiny)
     await gateway.complete(RING_MODEL, PROMPT, 8)
     members = [*network.experts, *network.ring]
 
@@ -183,7 +191,13 @@ async def test_a_worker_that_swaps_experts_changes_no_token_and_earns_nothing(
         honest = await one_pass(network, gateway, tiny, PROMPT, 16, print)
         async with _liar(network, tiny, tmp_path / "liar", wire) as liar:
             report = await one_pass(network, gateway, tiny, PROMPT, 16, print)
-            await until(lambda: liar.uplink.snapshot().last_close is not None)
+
+            async def found_out() -> bool:
+                """A newcomer whose answer is late is not looked at, so that it may take more than one request."""
+                await gateway.complete(tiny.moe_id, PROMPT, 16)
+                return liar.uplink.snapshot().last_close is not None
+
+            await until(found_out)
         contributions = (await gateway.get("/api/contributions"))["contributions"]
         assert liar.holding.assignment.end - liar.holding.assignment.begin >= 2
     assert honest["moe"]["identical_to_local"]
@@ -273,8 +287,9 @@ async def test_a_prompt_longer_than_the_context_is_refused_with_its_size(
 
 
 async def test_nothing_is_left_running_when_the_network_ends(tiny: Models, tmp_path: Path) -> None:
+    before = {child.pid for child in psutil.Process().children(recursive=True)}  # of tests before this one
     async with LocalNetwork(tiny, experts=1, port=0, directory=tmp_path / "net", say=print):
-        started = {child.pid for child in psutil.Process().children(recursive=True)}
+        started = {child.pid for child in psutil.Process().children(recursive=True)} - before
     assert len(started) > 8
 
     def gone() -> bool:
@@ -300,7 +315,7 @@ def test_the_command_prints_the_report_and_its_text_is_the_reference(
     environment = {**os.environ, "KVASIR_HOME": str(tmp_path / "home"), "KVASIR_CACHE": str(model_cache)}
     command = [sys.executable, "-m", "kvasir_console", "local", "--headless", "--once", "--json"]
     done = subprocess.run(
-        [*command, "--prompt", "The capital of France is"], env=environment, capture_output=True, timeout=400
+        [*command, "--prompt", "The capital of France is"], env=environment, capture_output=True, timeout=800
     )
     assert done.returncode == 0, done.stderr.decode()[-4000:]
     report = json.loads(done.stdout)

@@ -17,7 +17,7 @@ import builders
 
 pytestmark = [
     pytest.mark.network,
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(1800),
     pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed"),
 ]
 
@@ -47,7 +47,7 @@ class Terminal:
         )
         return shown.stdout
 
-    def until(self, pattern: str, timeout_s: float = 90.0) -> str:
+    def until(self, pattern: str, timeout_s: float = 240.0) -> str:
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             screen = self.screen()
@@ -72,10 +72,10 @@ def test_local_opens_the_dashboard_takes_a_prompt_and_ends(
     terminal: Terminal, tmp_path: Path, model_cache: Path, smollm2_path: Path
 ) -> None:
     moe = builders.write_tiny_llama(tmp_path / "moe.gguf", n_layer=2, n_expert=4, n_expert_used=2, seed=3)
-    command = f"{sys.executable} -m kvasir_console local --model {moe}; echo ended with $?; sleep 60"
+    command = f"{sys.executable} -m kvasir_console local --model {moe}; echo ended with $?; sleep 1800"
     terminal.start(command, {"KVASIR_HOME": str(tmp_path / "home"), "KVASIR_CACHE": str(model_cache)})
-    screen = terminal.until(r"(?i)serving")
-    assert "expert-0" in screen
+    terminal.until(r"(?i)serving")
+    terminal.until("expert-0")
     terminal.keys("p")
     terminal.until("a prompt for the experts")
     terminal.keys("the weather", "Enter")
@@ -88,4 +88,4 @@ def test_local_opens_the_dashboard_takes_a_prompt_and_ends(
     terminal.keys("q")
     terminal.until("(?i)quitting stops")
     terminal.keys("y")
-    terminal.until("ended with 0", 60)
+    terminal.until("ended with 0")

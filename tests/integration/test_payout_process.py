@@ -50,6 +50,13 @@ class Operator:
         with self.errors.open("ab") as stream:
             return subprocess.Popen(argv, stdout=stream, stderr=stream)
 
+    def wait_until_said(self, words: str, times: int) -> None:
+        """Until the payout processes said ``words`` so often, over all of their lives."""
+        deadline = time.monotonic() + 120
+        while self.errors.read_text().count(words) < times:
+            assert time.monotonic() < deadline, self.errors.read_text()
+            time.sleep(0.05)
+
     def chain(self) -> Chain:
         return Chain(self.ledger_process.url, self.ledger_process.auth)
 
@@ -94,7 +101,7 @@ def reserve(ledger: Ledger, micro_kvr: int, seed: int) -> str:
     return wallet
 
 
-def wait_for(ledger: Ledger, *states: ClaimState, timeout_s: float = 60.0) -> None:
+def wait_for(ledger: Ledger, *states: ClaimState, timeout_s: float = 200.0) -> None:
     """Until some claim is in one of ``states``, or none is open."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
@@ -113,10 +120,12 @@ async def test_claims_are_paid_once_though_the_payer_is_killed_at_every_step(ope
         wait_for(ledger, state)
         payer.kill()
         payer.wait()
+    begun = operator.errors.read_text().count("paying from")
     last = operator.payout()
     wait_for(ledger)
+    operator.wait_until_said("paying from", begun + 1)  # before that, a signal finds no handler
     last.send_signal(signal.SIGTERM)
-    assert last.wait(timeout=20) == 0, operator.errors.read_text()
+    assert last.wait(timeout=120) == 0, operator.errors.read_text()
     assert {claim.state for claim in ledger.claims()} == {ClaimState.CONFIRMED}
     assert store.fact(TREASURY_FACT) == operator.treasury
     async with operator.chain() as chain:
@@ -131,9 +140,9 @@ async def test_claims_are_paid_once_though_the_payer_is_killed_at_every_step(ope
 
 def test_a_wrong_passphrase_ends_it_with_its_own_code(operator: Operator) -> None:
     operator.passphrase_file.write_text("not the passphrase")
-    assert operator.payout().wait(timeout=60) == 4
+    assert operator.payout().wait(timeout=120) == 4
     assert "not the passphrase" not in operator.errors.read_text()
     operator.passphrase_file.chmod(0o644)
-    assert operator.payout().wait(timeout=60) == 4
+    assert operator.payout().wait(timeout=120) == 4
     os.remove(operator.passphrase_file)
-    assert operator.payout().wait(timeout=60) == 4
+    assert operator.payout().wait(timeout=120) == 4

@@ -9,18 +9,20 @@ from kvasir_console.bench.agreement import agreement
 from kvasir_console.bench.faults import Fault, Kind, Part
 
 FAULTS = (
-    Fault(0, 0.1, Kind.KILL, "stage-1", Part.ENGINE),
-    Fault(1, 0.3, Kind.CUT, "gateway", Part.LINK),
-    Fault(2, 0.4, Kind.KILL, "worker-0", Part.ENGINE),
-    Fault(3, 0.5, Kind.KILL, "stage-0", Part.ENGINE),
-    Fault(4, 0.7, Kind.CUT, "stage-2", Part.LINK, after_bytes=777),
-    Fault(5, 0.8, Kind.KILL, "stage-2", Part.CONSOLE),
+    Fault(0, 0.05, Kind.KILL, "stage-1", Part.ENGINE),
+    Fault(1, 0.12, Kind.CUT, "gateway", Part.LINK),
+    Fault(2, 0.2, Kind.KILL, "worker-0", Part.ENGINE),
+    Fault(3, 0.28, Kind.KILL, "stage-0", Part.ENGINE),
+    Fault(4, 0.36, Kind.CUT, "stage-2", Part.LINK, after_bytes=777),
+    Fault(5, 0.42, Kind.KILL, "stage-2", Part.CONSOLE),
 )
+"""Most of the tokens come after the last, so that it finds requests that run however late it strikes."""
 
 
 @pytest.mark.network
+@pytest.mark.timeout(900)
 async def test_requests_outlive_kills_and_cuts_with_the_tokens_of_an_undisturbed_run() -> None:
-    plan = recovery.Plan(requests=8, tokens=48, seed=3)
+    plan = recovery.Plan(requests=8, tokens=112, rtt_ms=30.0, seed=3)
     made = recovery.requests(plan)
     async with recovery.network(plan, print) as net:
         calm = await recovery.undisturbed(net, made, plan.tokens)

@@ -17,12 +17,14 @@ from kvasir_console.node.gateway.plans import PlannedRing
 from kvasir_console.node.placement.plan import Plan, PlannedStage
 
 import builders
-from engines import complete, engine, until
+from engines import PATIENCE_S, complete, engine, until
 from rings import Joint, Ring, Stage, ring
 
 N_LAYER = 4
 WINDOWS = [(0, 1), (1, 3), (3, 4)]
 COUNT = 8
+RECOVER_S = 10.0
+"""Of rings that are to give up: longer than a busy machine holds one up that is whole."""
 PLAN = Plan("r", "tiny", "0" * 64, N_LAYER, 1, tuple(PlannedStage(n, "w", *each) for n, each in enumerate(WINDOWS)))
 
 
@@ -68,6 +70,14 @@ def alone(dense: Path, tmp_path_factory: pytest.TempPathFactory) -> list[DoneEve
 
 @pytest.fixture
 async def three(dense: Path, tmp_path: Path) -> AsyncIterator[Ring]:
+    """No rank takes another for hung that a busy machine only holds up."""
+    async with ring(tmp_path, dense, WINDOWS, N_LAYER, silence_s=PATIENCE_S) as made:
+        yield made
+
+
+@pytest.fixture
+async def watchful(dense: Path, tmp_path: Path) -> AsyncIterator[Ring]:
+    """Ranks that soon take a neighbour for hung, of a busy machine now and then without a reason."""
     async with ring(tmp_path, dense, WINDOWS, N_LAYER, silence_s=1.5) as made:
         yield made
 
@@ -77,7 +87,7 @@ class Client:
 
     def __init__(self, network: Ring, **options: float) -> None:
         info = BackendInfo("tiny", "tiny", PlannedRing(PLAN, {}))
-        self.backend = RingBackend(info, info.ring, network, **({"beat_s": 0.3, "silence_s": 2.0} | options))
+        self.backend = RingBackend(info, info.ring, network, **({"beat_s": 0.3, "silence_s": PATIENCE_S} | options))
         self.seen = [0] * COUNT
         self.answers: asyncio.Future[list[DoneEvent]] | None = None
 
@@ -99,7 +109,7 @@ class Client:
         """Send every request, and wait until each has answered so many tokens and none is done."""
         await self.backend.limits()
         self.answers = asyncio.gather(*(self.answer(n, each) for n, each in enumerate(REQUESTS)))
-        await until(lambda: min(self.seen) >= at_least, 60)
+        await until(lambda: min(self.seen) >= at_least)
         self.in_flight()
 
     def in_flight(self) -> None:
@@ -115,10 +125,10 @@ class Client:
         await self.backend.close()
 
 
-async def run(network: Ring, alone: list[DoneEvent], fault: Callable[[], object], at_least: int = 10) -> list[dict]:
+async def run(network: Ring, alone: list[DoneEvent], fault: Callable[[], object], **options: float) -> list[dict]:
     """All requests, with a fault in their middle; the ranks' counters at their end."""
-    client = Client(network)
-    await client.start(at_least)
+    client = Client(network, **options)
+    await client.start(10)
     outcome = fault()
     if asyncio.iscoroutine(outcome):
         await outcome
@@ -157,7 +167,7 @@ async def test_all_ranks_killed_one_after_the_other(three: Ring, alone: list[Don
     async def fault() -> None:
         for rank in (2, 0, 1):
             three.stages[rank].signal(signal.SIGKILL)
-            await until(lambda rank=rank: three.stages[rank].lives == 2, 60)
+            await until(lambda rank=rank: three.stages[rank].lives == 2)
 
     await run(three, alone, fault)
 
@@ -175,27 +185,30 @@ async def test_a_rank_killed_while_prompts_are_read(three: Ring, alone: list[Don
     client = Client(three)
     await client.backend.limits()
     client.answers = asyncio.gather(*(client.answer(n, each) for n, each in enumerate(REQUESTS)))
-    await until(lambda: max(client.seen) > 0, 60)
+    await until(lambda: max(client.seen) > 0)
     three.stages[1].signal(signal.SIGKILL)
     await client.end(alone)
     await three.empty()
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
-async def test_a_rank_that_hangs_and_wakes(three: Ring, alone: list[DoneEvent], rank: int) -> None:
+async def test_a_rank_that_hangs_and_wakes(watchful: Ring, alone: list[DoneEvent], rank: int) -> None:
     """Longer than its neighbours wait: they cut it off, it wakes among ended edges, and takes part again."""
+    before = [each["cuts"] for each in await watchful.stats()]
 
     async def fault() -> None:
-        three.stages[rank].signal(signal.SIGSTOP)
-        made = [joint.made for joint in three.joints]
+        watchful.stages[rank].signal(signal.SIGSTOP)
+        made = [joint.made for joint in watchful.joints]
         neighbours = (rank, (rank - 1) % 3)
-        await until(lambda: all(three.joints[each].made > made[each] for each in neighbours), 30)
+        await until(lambda: all(watchful.joints[each].made > made[each] for each in neighbours))
         await asyncio.sleep(0.5)
-        three.stages[rank].signal(signal.SIGCONT)
+        watchful.stages[rank].signal(signal.SIGCONT)
 
-    stats = await run(three, alone, fault)
-    assert [stage.lives for stage in three.stages] == [1, 1, 1]
-    assert max(each["recomputed_rows"] for each in stats) <= 9 * COUNT
+    stats = await run(watchful, alone, fault, silence_s=2.0)
+    assert [stage.lives for stage in watchful.stages] == [1, 1, 1]
+    # At most a step of each sequence for every time that an edge was cut; one hang cuts two.
+    hangs = max(1, (sum(each["cuts"] for each in stats) - sum(before)) // 4)
+    assert max(each["recomputed_rows"] for each in stats) <= 9 * COUNT * hangs
 
 
 @pytest.mark.parametrize("edge", [0, 1, 2])
@@ -204,7 +217,7 @@ async def test_an_edge_that_is_cut_loses_nothing(three: Ring, alone: list[DoneEv
         for _ in range(5):
             made = three.joints[edge].made
             three.joints[edge].cut()
-            await until(lambda made=made: three.joints[edge].made > made, 30)
+            await until(lambda made=made: three.joints[edge].made > made)
             await asyncio.sleep(0.02)
 
     stats = await run(three, alone, fault)
@@ -231,7 +244,7 @@ async def asked(client: Client, keyed: list[GenerateRequest], at_least: int) -> 
     client.seen = [0] * len(keyed)
     await client.backend.limits()
     tasks = [asyncio.create_task(client.answer(n, each)) for n, each in enumerate(keyed)]
-    await until(lambda: min(client.seen) >= at_least, 60)
+    await until(lambda: min(client.seen) >= at_least)
     return tasks
 
 
@@ -264,7 +277,7 @@ async def test_a_gateway_that_dies_after_rank_0_did_finds_every_answer(three: Ri
     tasks = await asked(first, keyed, 10)
     three.stages[0].signal(signal.SIGKILL)
     before = list(first.seen)
-    await until(lambda: all(now >= then + 2 for now, then in zip(first.seen, before, strict=True)), 60)
+    await until(lambda: all(now >= then + 2 for now, then in zip(first.seen, before, strict=True)))
     assert three.stages[0].lives == 2
     await dies(first, tasks)
     admitted = await _admitted(three)
@@ -291,7 +304,7 @@ async def test_a_rank_that_was_replaced_wakes_up_and_can_do_nothing(
     old = three.stages[1]
     new = Stage(tmp_path / "new", dense, WINDOWS[1], old.ring | {"epoch": 2})
     starting = asyncio.create_task(new.run())
-    await until(lambda: new.client is not None, 60)
+    await until(lambda: new.client is not None)
     zombie = Joint(old, three.stages[2], three.joints[1].digest)
 
     async def fault() -> None:
@@ -314,7 +327,7 @@ async def test_a_rank_that_was_replaced_wakes_up_and_can_do_nothing(
         async def told() -> bool:
             return (await old.stats())["behind"]
 
-        await until(told, 30)
+        await until(told)
         assert not (await old.stats())["next_ready"]
         assert zombie.made > 1
     finally:
@@ -347,7 +360,7 @@ async def _sequences(network: Ring, rank: int) -> bool:
 
 
 async def test_requests_of_a_ring_that_stays_broken_end_with_a_reason(dense: Path, tmp_path: Path) -> None:
-    async with ring(tmp_path, dense, [(0, 2), (2, 4)], N_LAYER, recover_s=1.0) as two:
+    async with ring(tmp_path, dense, [(0, 2), (2, 4)], N_LAYER, recover_s=RECOVER_S) as two:
         client = Client(two)
         await client.start(5)
         two.stages[1].supervise.clear()
@@ -365,12 +378,12 @@ async def test_an_edge_between_other_ranks_that_stays_lost_ends_requests_with_a_
     dense: Path, tmp_path: Path
 ) -> None:
     """Neither of rank 0's edges is touched, and its entry answers: it hears of the edge from its neighbours."""
-    async with ring(tmp_path, dense, WINDOWS, N_LAYER, recover_s=1.5) as three:
+    async with ring(tmp_path, dense, WINDOWS, N_LAYER, recover_s=RECOVER_S) as three:
         client = Client(three)
         await client.start(5)
         three.joints[1].held = True
         three.joints[1].cut()
-        await until(lambda: client.backend.missing == "the edge between ranks 1 and 2 is lost", 30)
+        await until(lambda: client.backend.missing == "the edge between ranks 1 and 2 is lost")
         with pytest.raises(EngineError) as caught:
             await client.answers
         assert caught.value.code == "ring_broken"
@@ -381,14 +394,14 @@ async def test_an_edge_between_other_ranks_that_stays_lost_ends_requests_with_a_
             await client.answer(0, REQUESTS[0])
         assert refused.value.code == "ring_broken"
         three.joints[1].held = False
-        await until(lambda: not client.backend.missing, 30)
+        await until(lambda: not client.backend.missing)
         assert len((await client.answer(0, REQUESTS[0])).tokens) == REQUESTS[0].max_tokens
         await client.backend.close()
 
 
 async def test_rows_that_are_swallowed_on_their_way_end_requests_with_a_reason(dense: Path, tmp_path: Path) -> None:
     """Every edge stays, and every PING is answered: only that nothing comes back tells."""
-    async with ring(tmp_path, dense, WINDOWS, N_LAYER, recover_s=3.0) as three:
+    async with ring(tmp_path, dense, WINDOWS, N_LAYER, recover_s=RECOVER_S) as three:
         client = Client(three)
         await client.start(5)
         three.joints[1].swallows = True

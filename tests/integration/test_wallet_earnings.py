@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from mnemonic import Mnemonic
 
+import kvasir_console
 from kvasir_console.errors import ExitCode
 from kvasir_console.node.gateway.ledger import Ledger, Reading
 from kvasir_console.node.gateway.store import Store
@@ -33,7 +34,7 @@ from ledger_process import LedgerProcess
 PASSPHRASE = "the canary sings: Zürich 1291"
 OTHER_PASSPHRASE = "not what opens it, but a secret too"
 EARNED_MICRO_UNITS = 150_000_000
-MINUTE = 60.0
+PATIENCE_S = 240.0
 
 
 @dataclass
@@ -60,7 +61,7 @@ class Network:
         done = subprocess.run(
             [sys.executable, "-m", "kvasir_console", *words],
             capture_output=True,
-            timeout=MINUTE,
+            timeout=PATIENCE_S,
             start_new_session=True,
             env=self.environment,
         )
@@ -115,7 +116,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def until(condition: Callable[[], Any], timeout_s: float = MINUTE) -> None:
+def until(condition: Callable[[], Any], timeout_s: float = PATIENCE_S) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline
@@ -165,7 +166,7 @@ async def network(tmp_path: Path) -> AsyncIterator[Network]:
     finally:
         for process in processes:
             process.kill()
-            process.wait(30)
+            process.wait(120)
         ledger.stop()
 
 
@@ -251,7 +252,7 @@ def test_no_secret_is_left_by_making_unlocking_serving_claiming_and_a_crash(netw
         network.command("wallet", "unlock", *network.given())
     finally:
         node.send_signal(signal.SIGTERM)
-        node.wait(60)
+        node.wait(PATIENCE_S)
     for secret in ("passphrase", "wrong"):
         (network.directory / secret).unlink()
     read, found = found_in_files(network.directory, every)  # all homes, outputs, databases, and where cores would be
@@ -260,7 +261,12 @@ def test_no_secret_is_left_by_making_unlocking_serving_claiming_and_a_crash(netw
     assert b"killed by SIGABRT" in network.paths.log_file.read_bytes()
     assert list((network.directory / "cwd").iterdir()) == []
     assert found_in(bytes(network.outputs), every) == []
-    assert not any(word.encode() in network.outputs for word in words.split() if len(word) > 6)
+    # "account", "address" and "balance" are words of the list, too: what commands say anyway betrays nothing.
+    said = str(network.directory) + "".join(
+        file.read_text() for file in Path(kvasir_console.__file__).parent.rglob("*.py")
+    )
+    secret_words = [word for word in words.split() if len(word) > 5 and word not in said]
+    assert not [word for word in secret_words if word.encode() in network.outputs]
 
 
 def node_status(network: Network) -> dict[str, Any]:

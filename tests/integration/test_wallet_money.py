@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from kvasir_console.errors import ExitCode
 from kvasir_console.paths import Paths
 from kvasir_console.wallet import commands, private_file, twofactor, vault
 from kvasir_console.wallet.chain import Chain
+from kvasir_console.wallet.limits import Spending, spending_file, today_utc
 from kvasir_console.wallet.localnet.bootstrap import bootstrap
 from kvasir_console.wallet.twofactor import FactorState, state_file
 
@@ -53,7 +55,7 @@ class Owner:
 
     def run(self, *words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            self.argv(*words), capture_output=True, text=True, timeout=60, start_new_session=True, env=self.env
+            self.argv(*words), capture_output=True, text=True, timeout=240, start_new_session=True, env=self.env
         )
 
     def data(self, *words: str) -> Any:
@@ -92,7 +94,7 @@ def owner(directory: Path, name: str, environment: dict[str, str]) -> Owner:
 
 @pytest.fixture
 async def world(tmp_path: Path) -> AsyncIterator[World]:
-    ledger = LedgerProcess(tmp_path).start()
+    ledger = LedgerProcess(tmp_path, slot_ms=120).start()  # what is signed lives longer than most stalls of a machine
     try:
         environment = {
             "KVASIR_WALLET_RPC_URL": ledger.url,
@@ -188,7 +190,7 @@ def test_killed_at_any_moment_a_payment_is_made_at_most_once_and_can_be_finished
             process.wait(pause_s)
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGKILL)
-            process.wait(30)
+            process.wait(120)
     finished = treasury.run(*words)
     assert finished.returncode == 0, finished.stderr
     assert alice.balance()[0] == 1_000_000
@@ -199,16 +201,29 @@ def test_the_second_factor_and_the_days_limit_stand_before_money(world):
     alice, treasury = world.alice, world.treasury
     file = treasury.paths.vault_file
     assert treasury.run("limit", "--kvr", "5", *treasury.given()).returncode == 0
+    today = Spending(today_utc() + timedelta(days=2))  # midnight may come before the end
+    private_file.write(spending_file(file), json.dumps(today.to_json()).encode(), replace=True)
     assert treasury.send(alice.address, "4").returncode == 0
     failed(treasury.send(alice.address, "1.000001"), ExitCode.WALLET, "limit")
     vault.update(file, PASSPHRASE, lambda contents: replace(contents, second_factor=FACTOR))
     private_file.write(state_file(file), json.dumps(FactorState().to_json()).encode(), replace=True)
     failed(treasury.send(alice.address, "1"), ExitCode.WALLET, "one-time code")
     failed(treasury.send(alice.address, "1", "--code", "000000"), ExitCode.WALLET, "wrong")
-    code = twofactor.hotp(FACTOR, int(time.time()) // 30)
-    assert treasury.send(alice.address, "1", "--code", code).returncode == 0
+    code = sent_with_a_code(treasury, alice.address, "1")
     failed(treasury.send(alice.address, "0.5", "SOL", "--code", code), ExitCode.WALLET, "used already")
     assert alice.balance()[0] == 5_000_000
+
+
+def sent_with_a_code(sender: Owner, *words: str) -> str:
+    """Send; the code that was taken. It is good for a minute at least; on a machine so busy that it came too late, the
+    next one is given."""
+    while True:
+        step = int(time.time()) // twofactor.STEP_S + 1
+        code = twofactor.hotp(FACTOR, step)
+        done = sender.send(*words, "--code", code)
+        if done.returncode == 0 or int(time.time()) // twofactor.STEP_S <= step + twofactor.WINDOW_STEPS:
+            assert done.returncode == 0, done.stderr
+            return code
 
 
 def test_another_cluster_is_refused_until_it_is_meant(world, tmp_path):
@@ -235,17 +250,20 @@ def test_another_cluster_is_refused_until_it_is_meant(world, tmp_path):
 def test_an_import_shows_what_lies_at_each_address(world, tmp_path):
     alice = world.alice
     assert world.treasury.send(alice.address, "2").returncode == 0
-    heir = Owner(tmp_path / "heir", alice.secret, "", "", alice.environment)
-    done = subprocess.run(
-        heir.argv("import", *heir.given()),
-        input=alice.phrase + "\n",
-        capture_output=True,
-        text=True,
-        timeout=60,
-        start_new_session=True,
-        env=heir.env | {"KVASIR_WALLET_KDF": "interactive"},
-        check=True,
-    )
+    for number in range(20):
+        heir = Owner(tmp_path / f"heir-{number}", alice.secret, "", "", alice.environment)
+        done = subprocess.run(
+            heir.argv("import", *heir.given()),
+            input=alice.phrase + "\n",
+            capture_output=True,
+            text=True,
+            timeout=240,
+            start_new_session=True,
+            env=heir.env | {"KVASIR_WALLET_KDF": "interactive"},
+            check=True,
+        )
+        if "balances are not known" not in done.stderr:  # a person is not kept waiting for a ledger that is held up
+            break
     lines = {line.split()[1 + line.startswith("*")]: line for line in done.stderr.splitlines() if "KVR" in line}
     assert re.search(r"2\.000000 KVR", lines[alice.address])
     assert sum("0.000000 KVR, 0.000000000 SOL" in line for line in lines.values()) == len(lines) - 1
@@ -276,7 +294,7 @@ def test_no_secret_is_left_in_anything_that_was_written(world):
 
 def until(condition) -> None:
     """The faucet's transfer lands within a few slots."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)

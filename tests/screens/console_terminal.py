@@ -16,6 +16,7 @@ from pathlib import Path
 
 ENTER, LEAVE = b"\x1b[?1049h", b"\x1b[?1049l"
 """To the alternate screen and back."""
+PATIENCE_S = 120.0
 _SEQUENCES = re.compile(rb"\x1b\[[0-9;?>=<]*[a-zA-Z$]|\x1b\][^\x07]*\x07")
 
 
@@ -52,30 +53,29 @@ class Terminal:
         return chunk
 
     def expect(self, words: bytes) -> None:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + PATIENCE_S
         while words not in self.output:
             assert time.monotonic() < deadline, self.output[-2000:]
             self.read(0.2)
 
-    def expect_text(self, words: str) -> None:
-        """Until ``words``, given without spaces, were written since the last call found something."""
-        deadline = time.monotonic() + 60
-        while words not in (fresh := self._text(self.output[self._seen :])):
+    def expect_text(self, *words: str) -> None:
+        """Until each of ``words``, given without spaces, was written since the last call found something, or since
+        ``forget``."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not all(each in (fresh := self._text(self.output[self._seen :])) for each in words):
             assert time.monotonic() < deadline, fresh[-2000:]
             self.read(0.2)
-        self._seen = len(self.output)
+        self.forget()
 
-    def settle(self) -> None:
-        """Until the terminal was silent for a fifth of a second."""
-        deadline = time.monotonic() + 30
-        while self.read(0.2):
-            assert time.monotonic() < deadline
+    def forget(self) -> None:
+        """What was written until now is not what ``expect_text`` looks for."""
+        self._seen = len(self.output)
 
     def type(self, keys: str) -> None:
         os.write(self.master, keys.encode())
 
     def wait(self) -> int:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + PATIENCE_S
         while self.child.poll() is None:
             assert time.monotonic() < deadline, self.output[-2000:]
             self.read(0.1)

@@ -26,11 +26,9 @@ def toasts(app: ConsoleApp) -> list[str]:
 
 
 async def until(pilot: Pilot[int], condition: object) -> None:
-    for _ in range(500):
-        if condition():  # type: ignore[operator]
-            return
-        await pilot.pause(0.01)
-    raise AssertionError("it did not happen")
+    async with asyncio.timeout(120):
+        while not condition():  # type: ignore[operator]
+            await pilot.pause(0.01)
 
 
 async def test_a_claim_shows_amount_and_wallet_and_asks_first() -> None:

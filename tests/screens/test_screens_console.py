@@ -26,7 +26,7 @@ def home(tmp_path: Path) -> dict[str, str]:
     words = str(tmp_path / "words")
     create = [*COMMAND, "wallet", "create", "--passphrase-file", str(secret), "--phrase-file", words]
     environment = {**os.environ, **settings, "PYTHONPATH": str(Path(__file__).parents[2])}
-    subprocess.run(create, env=environment, check=True, stdin=subprocess.DEVNULL, capture_output=True, timeout=60)
+    subprocess.run(create, env=environment, check=True, stdin=subprocess.DEVNULL, capture_output=True, timeout=240)
     return settings
 
 
@@ -44,8 +44,7 @@ def opened(stack: ExitStack, settings: dict[str, str], *arguments: str) -> Termi
 
 def test_a_node_is_unlocked_watched_by_a_second_console_and_stopped(home: dict[str, str], stack: ExitStack) -> None:
     node = opened(stack, home)
-    node.expect_text("FAILED")  # nothing listens on the discard port
-    node.expect_text("○locked")
+    node.expect_text("FAILED", "○locked")  # nothing listens on the discard port
     node.type("u")
     node.expect_text("Unlockthewallet")
     node.type(PASSPHRASE + "\r")

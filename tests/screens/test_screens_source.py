@@ -73,7 +73,7 @@ async def test_snapshots_claims_and_unlocks_cross_the_socket(served: tuple[Node,
 async def test_a_claim_that_takes_long_does_not_stop_the_snapshots(served: tuple[Node, AttachedSource]) -> None:
     node, source = served
     claim = asyncio.create_task(source.claim())
-    assert await asyncio.wait_for(source.snapshot(), 5) == SERVING
+    assert await asyncio.wait_for(source.snapshot(), 60) == SERVING
     assert not claim.done()
     node.claiming.set()
     assert "claimed" in await claim

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from console_terminal import ENTER, LEAVE, Terminal
+from console_terminal import ENTER, LEAVE, PATIENCE_S, Terminal
 
 PROGRAM = """
 import asyncio, sys, time
@@ -44,7 +44,7 @@ def terminal() -> Iterator[type[Terminal]]:
 
 def falls_silent(console: Terminal) -> bool:
     """Whether it writes nothing for longer than any clock on the screen takes to change; a busy box may need time."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         if console.read(2.5) == b"":
             return True
@@ -74,8 +74,9 @@ def test_under_a_dialog_nothing_is_painted(terminal: type[Terminal]) -> None:
     console.type("?")
     console.expect(b"escape closes")
     assert falls_silent(console)
+    console.forget()
     console.type("q")
-    console.expect_text("SERVING")
+    console.expect_text("SERVING")  # the dashboard, bright again
     console.type("q")
     assert console.wait() == 0
 
@@ -94,7 +95,7 @@ def test_a_signal_ends_it_in_order_even_over_a_dialog(terminal: type[Terminal], 
 def test_no_color_sends_greys_only(terminal: type[Terminal]) -> None:
     console = terminal(NO_COLOR="1", COLORTERM="truecolor")
     console.expect(b"SERVING")
-    console.settle()
+    assert falls_silent(console)
     colours = re.findall(rb"[34]8;2;(\d+);(\d+);(\d+)", console.output)
     assert colours
     assert all(red == green == blue for red, green, blue in colours)
@@ -112,7 +113,7 @@ def test_a_dumb_terminal_is_refused_with_the_next_step(terminal: type[Terminal])
 def test_without_a_utf8_locale_everything_is_ascii(terminal: type[Terminal]) -> None:
     console = terminal(LC_ALL="POSIX", PYTHONUTF8="1")
     console.expect(b"SERVING")
-    console.settle()
+    assert falls_silent(console)
     shown = re.sub(rb"\x1b\[[0-9;?>=<]*[a-zA-Z]", b"", console.output)
     assert b"+-" in shown
     assert max(shown) < 128

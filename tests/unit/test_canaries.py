@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import secrets
 import subprocess
 import sys
 
@@ -69,15 +70,16 @@ def test_files_and_processes_are_looked_at(tmp_path):
     (tmp_path / "deep" / "log").write_bytes(b"key: " + base64.b64encode(SEED))
     read, found = canaries.found_in_files(tmp_path, canaries.spellings(SEED))
     assert (read, {file.name for file, _ in found}) == (1, {"log"})
+    seed = secrets.token_bytes(32)  # no other process has it: the same test may run beside this one
     process = subprocess.Popen(
-        [sys.executable, "-c", "import sys; sys.stdin.read()", SEED.hex()],
+        [sys.executable, "-c", "import sys; sys.stdin.read()", seed.hex()],
         stdin=subprocess.PIPE,
-        env={**os.environ, "SECRET": base58.encode(SEED)},
+        env={**os.environ, "SECRET": base58.encode(seed)},
     )
     try:
-        read, found = canaries.found_in_processes(canaries.spellings(SEED))
+        read, found = canaries.found_in_processes(canaries.spellings(seed))
         assert read > 1
         assert {where for where, _ in found} == {f"{process.pid}/cmdline", f"{process.pid}/environ"}
     finally:
         process.kill()
-        process.wait(30)
+        process.wait(120)

@@ -52,7 +52,7 @@ def console(*arguments: str, stdin: str = "", **environment: str) -> subprocess.
         input=stdin,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         start_new_session=True,
         env={**os.environ, **environment},
         check=False,
@@ -73,7 +73,7 @@ def failed(result: subprocess.CompletedProcess[str], code: ExitCode, *words: str
 def loaded_by(code: str) -> set[str]:
     """The top-level modules a fresh interpreter has after ``code``."""
     script = f"{code}\nimport sys, json\nprint(json.dumps(sorted({{name.partition('.')[0] for name in sys.modules}})))"
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
     return set(json.loads(result.stdout.splitlines()[-1]))
 
 
@@ -294,7 +294,7 @@ def test_bad_words_are_refused_before_a_passphrase_is_asked_for(home):
 
 def test_a_reader_that_leaves_is_no_error():
     command = f"{sys.executable} -m kvasir_console models list --json | head -c 0; exit ${{PIPESTATUS[0]}}"
-    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=False)
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120, check=False)
     assert (result.returncode, result.stderr) == (0, "")
 
 
@@ -304,7 +304,7 @@ def test_a_defect_is_one_line_for_a_person_and_a_traceback_in_the_log(home):
         "def broken(*_):\n    raise ZeroDivisionError('node_token=abcdefgh')\n"
         "cli._run = broken\nsys.exit(cli.main(['status']))"
     )
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
     log = home / "state" / "console.log"
     failed(result, ExitCode.FAILURE, "ZeroDivisionError", str(log))
     assert "Traceback" in log.read_text()

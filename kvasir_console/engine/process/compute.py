@@ -89,8 +89,12 @@ class Compute:
 
     @property
     def computing_s(self) -> float:
-        """For how long whoever computes has done so; 0 while nobody does."""
+        """For how long whoever computes has done so, since its last step if it takes several; 0 while nobody does."""
         return time.monotonic() - self._began if self._busy else 0.0  # asked of a thread that hangs: takes no lock
+
+    def stepped(self) -> None:
+        """Work of several steps, on its thread, has come to the end of one."""
+        self._began = time.monotonic()
 
     def freed(self) -> None:
         """Much memory was freed. The allocator keeps it for the next request; if none comes, the system gets it."""

@@ -165,6 +165,7 @@ class LocalPipeline:
         """On the compute thread: step after step, until there are no more or somebody else wants the thread."""
         while feeds:
             feeds = more(self._step(feeds))
+            self._compute.stepped()
             if self._compute.wanted:
                 break
         return feeds

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 from datetime import datetime
 from pathlib import Path
 
 import llamacpp_tokens as peer
 import pytest
 
-from kvasir_console.engine import chat
+from kvasir_console.engine import chat, template_child
 from kvasir_console.engine.chat import ChatTemplate
 from kvasir_console.engine.checkpoint.gguf import Checkpoint
 from kvasir_console.engine.tokens import MAX_TEXT_CHARS, Tokenizer
@@ -223,6 +224,16 @@ def test_a_conversation_the_template_refuses_is_the_request_s_fault(template):
     assert "\x1b" not in str(caught.value)
 
 
+def test_a_machine_that_stands_still_is_not_the_template_s_fault(template):
+    one = template(CHATML)
+    before = one.render(HELLO)
+    child = one._renderer._process
+    os.kill(child.pid, signal.SIGSTOP)
+    threading.Timer(template_child.CPU_S + 2, os.kill, (child.pid, signal.SIGCONT)).start()
+    assert one.render(HELLO) == before
+    assert one._renderer._process is child
+
+
 # -- templates at fault ------------------------------------------------------------------------------------------------
 
 HOSTILE = {
@@ -253,6 +264,12 @@ def test_a_hostile_template_is_refused_and_the_next_one_is_served(template, name
         one.render(HELLO)
     assert caught.value.code in ("bad_template", "bad_messages")
     assert template(CHATML).render(HELLO).endswith("<|im_start|>assistant\n")
+
+
+def test_a_template_without_end_is_stopped_by_its_processor_time(template):
+    with pytest.raises(ModelError, match="processor time") as caught:
+        template(HOSTILE["nested loops"]).render(HELLO)
+    assert caught.value.code == "bad_template"
 
 
 @pytest.mark.parametrize(

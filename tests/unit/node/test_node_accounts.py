@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from nacl.signing import SigningKey
-from solders.pubkey import Pubkey
+from node_parts import address
 
 from kvasir_console.config import WalletConfig
 from kvasir_console.errors import KvasirError, LedgerError, NetworkError, WalletError
@@ -28,7 +28,7 @@ from kvasir_console.wallet.keys import verify
 from ledger_process import LedgerProcess
 
 KEY = SigningKey(bytes(range(32)))
-WALLET = str(Pubkey.from_bytes(bytes(KEY.verify_key)))
+WALLET = address(KEY)
 HOST, GATEWAY = "127.0.0.1:8791", "http://127.0.0.1:8791"
 NOWHERE = WalletConfig(rpc_url="http://127.0.0.1:1")
 TOTALS = {

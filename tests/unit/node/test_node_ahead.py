@@ -5,14 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from nacl.signing import SigningKey
-from solders.pubkey import Pubkey
+from node_parts import PLAN, B
 
 from kvasir_console.node.ahead import Ahead, as_if_served, identity
-from kvasir_console.node.placement.plan import Plan, PlannedStage
-
-A, B = (str(Pubkey.from_bytes(bytes(SigningKey(bytes([n] * 32)).verify_key))) for n in (1, 2))
-PLAN = Plan("r", "m", "ab" * 32, 30, 4, (PlannedStage(0, A, 0, 15, (B,)), PlannedStage(1, A, 15, 30)))
 
 
 def test_a_window_is_found_for_its_model_and_layers_only(tmp_path: Path) -> None:

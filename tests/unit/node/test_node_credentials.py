@@ -7,12 +7,13 @@ import base64
 import json
 import stat
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import httpx
 import pytest
 from nacl.signing import SigningKey
-from solders.pubkey import Pubkey
+from node_parts import address
 
 from kvasir_console.errors import NetworkError, WalletError
 from kvasir_console.node.credentials import EXPIRY_SKEW_S, Credentials
@@ -31,8 +32,8 @@ from kvasir_console.wallet.delegation import MAX_LIFETIME_S, Delegation
 from kvasir_console.wallet.keys import verify
 
 KEY = SigningKey(bytes(range(32)))
-WALLET = str(Pubkey.from_bytes(bytes(KEY.verify_key)))
-OTHER = str(Pubkey.from_bytes(bytes(SigningKey(bytes(32)).verify_key)))
+WALLET = address(KEY)
+OTHER = address(SigningKey(bytes(32)))
 GATEWAY = "http://127.0.0.1:8791"
 SECRET = "a gateway's secret"
 
@@ -151,10 +152,11 @@ async def test_many_callers_at_once_mint_one_token(file):
 
 
 async def test_a_token_near_its_end_is_renewed(file, monkeypatch):
+    now = int(time.time())
+    monkeypatch.setattr(time, "time", lambda: now)
     gate = Gate(lifetime_s=3600)
     credentials = Credentials(gate.market(), Prover(), WALLET, file)
     await credentials.get()
-    now = time.time()
     monkeypatch.setattr(time, "time", lambda: now + 3600 - EXPIRY_SKEW_S - 5)
     assert credentials.valid
     monkeypatch.setattr(time, "time", lambda: now + 3600 - EXPIRY_SKEW_S + 5)
@@ -254,12 +256,13 @@ async def test_a_locked_wallet_goes_on_taking_part_by_its_session_key(file):
 
 
 async def test_a_delegation_lasts_thirty_days_and_is_renewed_after_half_of_them(file, monkeypatch):
+    now = int(time.time())
+    monkeypatch.setattr(time, "time", lambda: now)
     gate = Gate()
     credentials = await delegated(file, gate)
     (until,) = gate.delegated.values()
-    assert until == pytest.approx(time.time() + MAX_LIFETIME_S, abs=30)
+    assert until == pytest.approx(now + MAX_LIFETIME_S, abs=30)
     assert not await credentials.delegate()
-    now = time.time()
     monkeypatch.setattr(time, "time", lambda: now + MAX_LIFETIME_S / 2 - 60)
     assert not await credentials.delegate()
     monkeypatch.setattr(time, "time", lambda: now + MAX_LIFETIME_S / 2 + 60)
@@ -343,3 +346,42 @@ async def test_a_damaged_session_key_is_made_anew(file, content):
 def test_a_session_keys_seed_does_not_show():
     key = new_session_key(GATEWAY, WALLET, time.time())
     assert repr(key.seed) not in repr(key)
+
+
+# What is done with a token
+
+
+def refusing(*tokens: str) -> Callable[[str], Awaitable[str]]:
+    """A call that takes every token but these."""
+
+    async def call(token: str) -> str:
+        if token in tokens:
+            raise WalletError("token_refused", "The gateway refused this node's token.")
+        return token
+
+    return call
+
+
+async def test_a_refused_token_is_renewed_once(file):
+    gate = Gate()
+    credentials = Credentials(gate.market(), Prover(), WALLET, file)
+    first = await credentials.with_token(refusing())
+    second = await credentials.with_token(refusing(first))
+    assert gate.minted == [first, second]
+    assert await credentials.with_token(refusing(first)) == second
+
+
+async def test_a_new_token_that_is_refused_too_is_the_callers(file):
+    gate = Gate()
+    credentials = Credentials(gate.market(), Prover(), WALLET, file)
+
+    async def never(_: str) -> str:
+        raise WalletError("token_refused", "No.")
+
+    async def not_admitted(_: str) -> str:
+        raise WalletError("not_admitted", "No.")
+
+    for call, minted in ((never, 2), (not_admitted, 2)):
+        with pytest.raises(WalletError):
+            await credentials.with_token(call)
+        assert len(gate.minted) == minted

@@ -137,13 +137,13 @@ async def test_another_plan_ends_what_was_introduced_before(runtime: Path) -> No
         one, other = await meet(before, after)
         newer = introduced(after, bytes(32))
         await after.told(newer[1])
-        assert await asyncio.wait_for(other.reader.read(), 10) == b""
-        assert await asyncio.wait_for(one.reader.read(), 10) == b""
+        assert await asyncio.wait_for(other.reader.read(), 120) == b""
+        assert await asyncio.wait_for(one.reader.read(), 120) == b""
         await until(lambda: not before.uplink.aside and not after.uplink.aside)
         await before.told(newer[0])
         one, other = await meet(before, after)
         await before.edges.drop()
-        assert await asyncio.wait_for(other.reader.read(), 10) == b""
+        assert await asyncio.wait_for(other.reader.read(), 120) == b""
         await until(lambda: not after.uplink.aside)
 
 
@@ -159,7 +159,7 @@ async def test_a_gateway_that_has_forgotten_an_address_ends_nothing(runtime: Pat
         assert await other.reader.readexactly(1) == b"x"
         assert before.uplink.changes == 1
         await before.told(replace(dialler, certificate="ab" * 32))  # another node stands there now
-        assert await asyncio.wait_for(other.reader.read(), 10) == b""
+        assert await asyncio.wait_for(other.reader.read(), 120) == b""
 
 
 async def test_a_path_on_which_nobody_speaks_is_given_up_and_the_relay_kept_the_edge(
@@ -171,8 +171,8 @@ async def test_a_path_on_which_nobody_speaks_is_given_up_and_the_relay_kept_the_
         await after.told(listener)
         await before.told(dialler)
         one, other = await before.engine.next_link(), await after.engine.next_link()
-        assert await asyncio.wait_for(one.reader.read(), 10) == b""
-        assert await asyncio.wait_for(other.reader.read(), 10) == b""
+        assert await asyncio.wait_for(one.reader.read(), 120) == b""
+        assert await asyncio.wait_for(other.reader.read(), 120) == b""
         assert (before.uplink.changes, after.uplink.changes) == (0, 0)
         assert not before.edges.live
 

@@ -32,3 +32,12 @@ def test_the_budget_is_the_owners_or_half_of_what_is_free():
     machine = hardware.Hardware("linux", "server", "cpu", "cpu", 4, 16 * 2**30, 10 * 2**30)
     assert hardware.budget_bytes(machine, 0) == 5 * 2**30
     assert hardware.budget_bytes(machine, 3) == 3 * 2**20
+
+
+def test_what_a_screen_shows_is_this_machine_and_its_engine():
+    view = hardware.view("cuda", 123)
+    assert view.memory_total_bytes == hardware.probe().memory_bytes
+    assert 0 < view.memory_used_bytes < view.memory_total_bytes
+    assert 0.0 <= view.cpu_percent <= 100.0
+    assert (view.engine_rss_bytes, view.accelerator) == (123, "cuda")
+    assert hardware.view("cpu", None).engine_rss_bytes is None

@@ -10,32 +10,23 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 from nacl.signing import SigningKey
-from solders.pubkey import Pubkey
+from node_parts import HUB, A, B, C, address, signed
 
-from kvasir_console.errors import NetworkError, SystemResourceError
+from kvasir_console.errors import EngineError, NetworkError, SystemResourceError
 from kvasir_console.node.holding import ExpertHolding, RingHolding, choose_plan, ring_fields, session_name
 from kvasir_console.node.market import Assignment
-from kvasir_console.node.placement.plan import Plan, PlannedStage, sign_plan
+from kvasir_console.node.placement.plan import Plan, PlannedStage
 from kvasir_console.relay.wire.preamble import Kind, Preamble, Wire
 
-HUB, OTHER_HUB = SigningKey(bytes(range(32))), SigningKey(bytes(32))
-A, B, C = (str(Pubkey.from_bytes(bytes(SigningKey(bytes([n] * 32)).verify_key))) for n in (1, 2, 3))
+OTHER_HUB = SigningKey(bytes(32))
 DIGEST = "ab" * 32
 WORKER = "server-AKnL4NNf-box"
 ASSIGNMENT = Assignment("moe", layer=3, begin=2, end=6, n_embd=576, n_layer=30, n_expert=8)
 
 
-def address(key: SigningKey) -> str:
-    return str(Pubkey.from_bytes(bytes(key.verify_key)))
-
-
 def plan(*wallets: str, model: str = "smollm2", generation: int = 4) -> Plan:
     stages = tuple(PlannedStage(rank, wallet, 10 * rank, 10 * rank + 10) for rank, wallet in enumerate(wallets))
     return Plan(model, model, DIGEST, 10 * len(wallets), generation, stages)
-
-
-def signed(which: Plan, key: SigningKey = HUB) -> dict[str, Any]:
-    return sign_plan(which, lambda message: key.sign(message).signature)
 
 
 class Loader:
@@ -283,3 +274,35 @@ def test_a_window_stays_whoever_stands_by_for_it_and_whoever_takes_another():
     assert holding.stays(mine.moved(1, C, 5))
     assert RingHolding(mine, B, 0).stays(replace(mine, generation=5, stages=plan(A, B).stages))
     assert not RingHolding(mine, B, 0).stays(mine.moved(1, C, 5))
+
+
+class OnceTold:
+    """The part of an engine's client that takes one verb, and is gone for the next."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, dict[str, Any]]] = []
+
+    async def call(self, verb: str, **fields: Any) -> dict[str, Any]:
+        if self.told:
+            raise EngineError("engine_gone", "It ended.")
+        self.told.append((verb, fields))
+        return {}
+
+
+async def test_an_engine_is_told_of_a_newer_plan_before_the_window_counts_as_its():
+    engine, holding = OnceTold(), RingHolding(plan(A, B), B, 0)
+    await holding.replan(engine, plan(A, B, generation=5))
+    assert engine.told == [("replan", {"ring": ring_fields(plan(A, B, generation=5), holding.stage)})]
+    assert holding.plan.generation == 5
+    with pytest.raises(EngineError):
+        await holding.replan(engine, plan(A, B, generation=6))
+    assert holding.plan.generation == 5
+
+
+async def test_experts_part_from_their_trunks_even_if_the_engine_is_gone():
+    engine, holding = OnceTold(), ExpertHolding(ASSIGNMENT, WORKER, A)
+    for _ in range(2):
+        await holding.drain(engine)
+    ((verb, fields),) = engine.told
+    assert verb == "drain"
+    assert 0.0 < fields["timeout_s"] <= 2.0

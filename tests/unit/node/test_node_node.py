@@ -107,7 +107,7 @@ class Gateway:
 @pytest.fixture
 async def gateway() -> AsyncIterator[Gateway]:
     gate = Gateway()
-    server = uvicorn.Server(uvicorn.Config(gate.app(), port=0, log_config=None, lifespan="off"))
+    server = uvicorn.Server(uvicorn.Config(gate.app(), port=0, log_config=None, lifespan="off", timeout_keep_alive=600))
     task = asyncio.create_task(server.serve())
     await until(lambda: server.started)
     gate.url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
@@ -124,7 +124,7 @@ def paths() -> Paths:
 
 
 async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         while not condition():  # noqa: ASYNC110 - other processes set no event of ours
             await asyncio.sleep(0.01)
 
@@ -253,8 +253,7 @@ def announced(hub: SigningKey, *rotations: Rotation) -> dict[str, Any]:
 
 
 async def engine_is_up(node: Node) -> None:
-    await node._engine_client()
-    node._engine_changed.clear()
+    node._loaded = await node._engine.connected()
 
 
 HUB, NEXT = SigningKey(b"\x01" * 32), SigningKey(b"\x02" * 32)
@@ -282,7 +281,7 @@ async def test_a_node_that_serves_experts_does_what_a_plan_says_once_one_names_i
         _, signed = planned(node, HUB)
         gateway.plans = [signed]
         with pytest.raises(NetworkError) as caught:
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(120):
                 await node._serve(holding, node._info)
         assert caught.value.code == "plan_changed"
         assert node._holding is None
@@ -299,7 +298,9 @@ async def test_a_stage_follows_the_plans_of_a_hub_whose_key_was_exchanged(gatewa
         plan, signed = planned(node, NEXT)
         node._holding = holding = RingHolding(plan, node.wallet, 64)
         session = holding.sessions(gateway.url)[0]
-        node._uplinks[node._uplink(session, node._info, lambda _: None)] = asyncio.create_task(asyncio.sleep(0))
+        node._sessions._uplinks[node._sessions._uplink(session, holding, node._info, lambda _: None)] = (
+            asyncio.create_task(asyncio.sleep(0))
+        )
         HubPin(node._pin_file).keep(node._info.hub_key)
         serving = asyncio.create_task(node._serve(holding, node._info))
         bare = Rotation(node._info.hub_key, encode_address(bytes(NEXT.verify_key)), 5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvasir_console.errors import ConfigError, EngineError, NetworkError, WalletError
 from kvasir_console.node import phase
 from kvasir_console.node.phase import Phase
 
@@ -42,3 +43,18 @@ def test_a_state_is_a_value():
     state = phase.initial(1.0)
     state.to(Phase.SERVING, 2.0)
     assert state == phase.initial(1.0)
+
+
+@pytest.mark.parametrize(
+    ("error", "led_to"),
+    [
+        (WalletError("wallet_locked", "Locked.", "Unlock it."), (Phase.LOCKED, "Locked.", "Unlock it.")),
+        (WalletError("signer_locked", "Locked.", "Unlock it."), (Phase.LOCKED, "Locked.", "Unlock it.")),
+        (NetworkError("gone", "Gone."), (Phase.FAILED, "Gone.", "It is tried again within 15 s.")),
+        (NetworkError("gone", "Gone.", "Wait."), (Phase.FAILED, "Gone.", "Wait. It is tried again within 15 s.")),
+        (EngineError("engine_restarted", "It ended.", "It loads."), (Phase.FAILED, "It ended.", "It loads.")),
+        (ConfigError("bad", "No URL.", "Set it."), (Phase.FAILED, "No URL.", "Set it.")),
+    ],
+)
+def test_a_failure_says_what_happened_and_what_is_next(error, led_to):
+    assert phase.after(error, 15.0) == led_to

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from kvasir_console.errors import NetworkError
+from kvasir_console.errors import EngineError, NetworkError
+from kvasir_console.node import reports
+from kvasir_console.node.holding import RingHolding
+from kvasir_console.node.market import GatewayInfo
 from kvasir_console.node.placement.plan import Plan, PlannedStage
-from kvasir_console.node.reports import ASK_EVERY, AT_ONCE, TRIES, StageBook
-from kvasir_console.node.session_key import new_session_key
+from kvasir_console.node.reports import ASK_EVERY, AT_ONCE, TRIES, StageBook, StageReporter
+from kvasir_console.node.session_key import SessionKey, new_session_key
 from kvasir_console.relay.wire.stage_report import MAX_SLICES, StageReport, Work, check_growth
 from kvasir_console.relay.wire.statement import GENESIS
 from kvasir_console.wallet.keys import verify
+
+from engines import until
 
 STAGE = "HAgk14JpMQLgt6rVgv7cBQFJWFto5Dqxi472uT3DKpqk"
 WORKER = "9xQeWvG816bUx9EPjHmaT23yvVM2ZWbrrpZb9PusVFin"
@@ -214,3 +221,125 @@ async def test_a_quarantine_is_reported_until_it_is_lifted_and_then_the_engine_i
     for _ in range(ASK_EVERY):
         await hub.round(book)
     assert hub.pardoned == [("expert-a", WORKER)]
+
+
+# The engine it is read off, the gateway it goes to
+
+
+class Stage:
+    """A node's stage: its engine and the gateway are this object, ``holding`` is what the node holds now."""
+
+    def __init__(self, hub: Hub) -> None:
+        self.hub = hub
+        self.session_key: SessionKey | None = KEY
+        self.holding: RingHolding | None = RingHolding(PLAN, STAGE, 64)
+        self.info = GatewayInfo("", (), True, True, True, True, STAGE, None, stage_reports=True)
+        self.rows: int | None = 0
+        self.newer = 0
+        self.pardon = hub.pardon
+        self.reporter = StageReporter(self, self, STAGE, self._now, self._newer_plan)  # type: ignore[arg-type]
+
+    def _now(self) -> tuple[RingHolding, GatewayInfo] | None:
+        return None if self.holding is None else (self.holding, self.info)
+
+    def _newer_plan(self) -> None:
+        self.newer += 1
+
+    async def with_token(self, call: Any) -> Any:
+        return await call("token")
+
+    async def report_stage(self, token: str, reports: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]:
+        return await self.hub.send(reports)
+
+    async def coverage(self) -> list[dict[str, Any]]:
+        if self.rows is None:
+            raise EngineError("engine_gone", "It ended.")
+        return [entry(self.rows, self.rows, quarantined=self.rows > 100, convictions=int(self.rows > 100))]
+
+    def load(self, *, layers: bool = True) -> None:
+        self.reporter.loaded(self, layers=layers)  # type: ignore[arg-type]
+
+    async def look(self, rows: int | None) -> int:
+        """The last reports of a node whose engine says so; how many were taken."""
+        self.rows, before = rows, len(self.hub.taken)
+        await self.reporter.finish()
+        return len(self.hub.taken) - before
+
+
+async def test_what_the_engine_did_is_reported_and_still_is_when_it_ended(hub: Hub) -> None:
+    stage = Stage(hub)
+    stage.load()
+    assert await stage.look(5) == 1
+    assert await stage.look(5) == 0
+    hub.silent = True
+    assert await stage.look(9) == 0
+    hub.silent = False
+    stage.reporter.lost()
+    assert await stage.look(70) == 1
+    assert [each.work.rows for each in hub.taken] == [5, 9]
+    stage.load()
+    assert await stage.look(2) == 1
+    assert hub.taken[-1].run != hub.taken[0].run
+
+
+async def test_an_engine_that_ends_while_it_is_asked_keeps_nothing_back(hub: Hub) -> None:
+    stage = Stage(hub)
+    stage.load()
+    hub.silent = True
+    await stage.look(5)
+    hub.silent = False
+    assert await stage.look(None) == 1
+
+
+async def test_only_a_stage_reports_where_reports_are_taken_and_a_key_may_sign(hub: Hub) -> None:
+    stage = Stage(hub)
+    stage.load(layers=False)
+    assert await stage.look(5) == 0
+    stage.load()
+    stage.session_key = None
+    assert await stage.look(5) == 0
+    stage.session_key, stage.info = KEY, replace(stage.info, stage_reports=False)
+    assert await stage.look(5) == 0
+    stage.info, held, stage.holding = replace(stage.info, stage_reports=True), stage.holding, None
+    assert await stage.look(5) == 0
+    stage.holding = held
+    assert await stage.look(5) == 1
+
+
+async def test_a_refusal_for_an_old_plan_is_told(hub: Hub) -> None:
+    stage = Stage(hub)
+    stage.load()
+    hub.codes = {"expert-a": OVER}
+    await stage.look(5)
+    assert stage.newer == 0
+    hub.codes = {"expert-a": "report_old_epoch"}
+    await stage.look(5)
+    assert stage.newer > 0
+
+
+async def test_the_engine_is_told_of_a_pardon_unless_it_ended(hub: Hub) -> None:
+    stage = Stage(hub)
+    stage.load()
+    hub.lifted = True
+    await stage.look(101)
+    assert hub.pardoned[0] == ("expert-a", WORKER)
+    stage.reporter.lost()
+    hub.pardoned.clear()
+    for _ in range(2 * ASK_EVERY):
+        await stage.look(101)
+    assert hub.pardoned == []
+
+
+async def test_it_goes_on_reporting_until_the_node_stops(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reports, "REPORT_S", 0.0)
+    stage = Stage(hub)
+    stage.load()
+    hub.silent, stage.rows = True, 5
+    running = asyncio.create_task(stage.reporter.run())
+    for _ in range(20):
+        await asyncio.sleep(0)
+    hub.silent = False
+    await until(lambda: hub.taken)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running

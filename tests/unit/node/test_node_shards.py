@@ -111,7 +111,10 @@ class Server:
 async def running(server: Server) -> AsyncIterator[httpx.AsyncClient]:
     listener = await asyncio.start_server(server.serve, "127.0.0.1", 0)
     server.port = listener.sockets[0].getsockname()[1]
-    async with listener, httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", trust_env=False) as client:
+    async with (
+        listener,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", trust_env=False, timeout=120) as client,
+    ):
         yield client
 
 
@@ -343,7 +346,7 @@ async def test_a_refused_token_is_told_as_such_so_that_it_is_renewed(files, tmp_
 
 
 async def test_nobody_there_is_a_network_error(tmp_path):
-    async with httpx.AsyncClient(base_url="http://127.0.0.1:1", trust_env=False) as client:
+    async with httpx.AsyncClient(base_url="http://127.0.0.1:1", trust_env=False, timeout=120) as client:
         with pytest.raises(NetworkError) as caught:
             await fetch(client, tmp_path)
     assert caught.value.code == "gateway_unreachable"
@@ -427,7 +430,7 @@ async def test_a_real_file_server_is_resumed_too(files, tmp_path):
     port = server.servers[0].sockets[0].getsockname()[1]
     half = len(files.stage) // 2
     try:
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=120) as client:
             folder = tmp_path / "cache" / MODEL
             folder.mkdir(parents=True)
             (folder / "layers_000-001.gguf.part").write_bytes(files.stage[:half])

@@ -81,7 +81,7 @@ async def refusal(awaitable) -> str:
 
 
 async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while not condition():  # noqa: ASYNC110 - another process sets no event of ours
             await asyncio.sleep(0.01)
 
@@ -244,7 +244,7 @@ async def test_a_signer_that_locks_itself_is_noticed(paths, address):
     await signer.start(paths.state / "signer.log")
     try:
         await signer.unlock(PASSPHRASE)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             while not signer.locked:
                 await signer.refresh()
                 await asyncio.sleep(0.02)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from nacl.signing import SigningKey
+from node_parts import address
 
 from kvasir_console.errors import NetworkError
 from kvasir_console.node.hubpin import HubPin
@@ -24,10 +25,6 @@ HUB, NEXT = SigningKey(b"\1" * 32), SigningKey(b"\2" * 32)
 WALLET = encode_address(bytes(SigningKey(b"\3" * 32).verify_key))
 KEY = SessionKey("https://gateway.example", WALLET, 2_000_000_000, b"\4" * 32)
 WORKER, SESSION = "box-1", "expert-box-1"
-
-
-def address(key: SigningKey) -> str:
-    return encode_address(bytes(key.verify_key))
 
 
 class FakeHub:

@@ -15,7 +15,7 @@ import pytest
 
 from kvasir_console.config import EngineConfig
 from kvasir_console.engine.process.client import EngineClient
-from kvasir_console.errors import SystemResourceError
+from kvasir_console.errors import EngineError, SystemResourceError
 from kvasir_console.node import supervisor
 from kvasir_console.node.supervisor import ChildProcess, Engine, ExitReport
 
@@ -58,7 +58,7 @@ def child(log_file: Path, script: str, **options) -> ChildProcess:
 
 
 async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while not condition():  # noqa: ASYNC110 - other processes set no event of ours
             await asyncio.sleep(0.01)
 
@@ -196,7 +196,15 @@ async def test_a_child_dies_with_the_console(log_file, tmp_path):
     await until(lambda: log_file.exists() and log_file.read_text() == "['--name', 'x']\n")
     parent.kill()
     await parent.wait()
-    await until(lambda: not Path(f"/proc/{pid}").exists() or Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z")
+    await until(lambda: over(pid))
+
+
+def over(pid: int) -> bool:
+    """It is gone, or waits for whoever buries it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
 
 
 # The supervised engine
@@ -296,12 +304,14 @@ async def test_an_engine_that_closes_its_socket_is_replaced(supervised, monkeypa
 
 
 async def test_an_engine_that_hangs_is_replaced(supervised, monkeypatch):
-    monkeypatch.setattr(supervisor, "WATCH_S", 0.02)
-    monkeypatch.setattr(supervisor, "HANG_S", 0.3)
+    monkeypatch.setattr(supervisor, "WATCH_S", 0.5)  # so that no question is under way yet, with the time of before
     under = supervised(FAKE_ENGINE)
     await until(lambda: under.clients)
     first = under.engine.pid
     os.kill(first, signal.SIGSTOP)
+    monkeypatch.setattr(supervisor, "HANG_S", 0.3)
+    await until(lambda: under.reasons)
+    monkeypatch.setattr(supervisor, "HANG_S", 45.0)  # a slow one that comes back is not hung
     await until(lambda: len(under.clients) == 2)
     assert "answered nothing for 0.3 s" in under.reasons[0]
     with pytest.raises(ProcessLookupError):
@@ -343,3 +353,33 @@ async def test_a_machine_that_cannot_start_processes_is_tried_again(supervised, 
     assert "log" in under.reasons[0]
     log_file.rmdir()
     await until(lambda: under.clients)
+
+
+async def test_who_needs_the_engine_waits_until_it_is_up(supervised):
+    under = supervised(FAKE_ENGINE)
+    assert under.engine.client is None
+    client = await under.engine.connected()
+    assert client is under.engine.client
+    os.kill(under.engine.pid, signal.SIGKILL)
+    await until(lambda: client.closed)
+    after = await under.engine.connected()
+    assert after is not client
+    assert "options" in await after.call("stats")
+
+
+async def test_an_engine_that_does_not_come_up_is_waited_for_no_longer_than_that(supervised, monkeypatch):
+    monkeypatch.setattr(supervisor, "UP_S", 0.0)
+    under = supervised("raise SystemExit(4)")
+    with pytest.raises(EngineError) as caught:
+        await under.engine.connected()
+    assert caught.value.code == "engine_not_up"
+
+
+async def test_a_client_whose_engine_closed_it_is_handed_to_nobody(supervised, monkeypatch):
+    monkeypatch.setattr(supervisor, "WATCH_S", 0.1)
+    under = supervised(FAKE_ENGINE)
+    client = await under.engine.connected()
+    with pytest.raises(EngineError):
+        await client.call("close")
+    await until(lambda: client.closed)
+    assert await under.engine.connected() is not client

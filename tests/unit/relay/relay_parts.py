@@ -20,7 +20,7 @@ __all__ = ["Engine", "Link", "RawClient", "Table"]
 
 TOKEN = "a-node-token"
 WALLET = "9xQeWvG816bUx9EPjHmaT23yvVM2ZWbrrpZb9PusVFin"
-TIMEOUT_S = 20.0
+TIMEOUT_S = 120.0
 
 
 async def echo(link: Link) -> None:

@@ -27,7 +27,7 @@ async def token(*, refresh: bool) -> str:
 
 @asynccontextmanager
 async def serving(table: Table, port: int = 0, restored: list[Tally] | None = None) -> AsyncIterator[tuple[Hub, int]]:
-    hub = Hub(table, ping_interval_s=0.05)
+    hub = Hub(table, ping_interval_s=2.0)  # what a node received is confirmed by its pongs
     hub.restore(restored or [])
     async with Front(hub, Path("/nonexistent"), port=port) as front:
         try:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hashlib
+import socket
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -22,7 +24,6 @@ from kvasir_console.relay.direct import (
     DirectListener,
     Identity,
     Introduction,
-    dial,
     parse_address,
     parse_listen,
 )
@@ -41,12 +42,15 @@ def identity() -> Identity:
     return Identity.make()
 
 
+dial = functools.partial(direct.dial, timeout_s=60.0)
+
+
 @asynccontextmanager
-async def listening(identity: Identity, **options: float) -> AsyncIterator[DirectListener]:
+async def listening(identity: Identity) -> AsyncIterator[DirectListener]:
     def admit(ring: str, edge: int, ticket: bytes) -> direct.Carry | None:
         return echo if (ring, edge, ticket) == ("ring", 1, TICKET) else None
 
-    listener = DirectListener(identity, admit, **options)
+    listener = DirectListener(identity, admit, timeout_s=60.0)
     await listener.start("127.0.0.1:0")
     try:
         yield listener
@@ -99,7 +103,7 @@ async def test_another_certificate_is_not_shown_the_ticket(identity: Identity) -
     with pytest.raises(NetworkError) as caught:
         await dial(Introduction("ring", 1, "P", TICKET, f"127.0.0.1:{port}", identity.fingerprint), loopback=True)
     assert caught.value.code == "direct_wrong_certificate"
-    await asyncio.wait_for(over.wait(), 10)
+    await asyncio.wait_for(over.wait(), 120)
     assert seen in ([], [b""])
     server.close()
 
@@ -118,26 +122,31 @@ async def test_a_neighbour_cannot_send_us_to_ourselves(identity: Identity, host:
 
 
 async def test_nobody_there_is_told(identity: Identity) -> None:
-    async with listening(identity) as listener:
-        gone = told(listener, identity)
-    with pytest.raises(NetworkError) as caught:
-        await dial(gone, loopback=True)
+    with socket.socket() as bound:  # nobody else has the port, and nobody listens
+        bound.bind(("127.0.0.1", 0))
+        gone = Introduction("ring", 1, "P", TICKET, f"127.0.0.1:{bound.getsockname()[1]}", identity.fingerprint)
+        with pytest.raises(NetworkError) as caught:
+            await dial(gone, loopback=True)
     assert caught.value.code == "direct_unreachable"
 
 
 async def test_strangers_that_say_nothing_are_few_and_leave(identity: Identity) -> None:
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    async with listening(identity, timeout_s=0.5) as listener:
+    async with listening(identity) as listener:
         silent = [await asyncio.open_connection("127.0.0.1", listener.port, ssl=context) for _ in range(MAX_GREETING)]
         await until(lambda: listener._greeting == MAX_GREETING)
         reader, writer = await asyncio.open_connection("127.0.0.1", listener.port, ssl=context)
-        assert await asyncio.wait_for(reader.read(), 10) == b""  # at once, and the others in their time
+        assert await asyncio.wait_for(reader.read(), 120) == b""  # at once
         writer.close()
-        for reader, writer in silent:
-            assert await asyncio.wait_for(reader.read(), 10) == b""
+        assert listener._greeting == MAX_GREETING
+        for _, writer in silent:
             writer.close()
         await until(lambda: listener._greeting == 0)
+        listener._timeout_s = 0.2  # from now on; the handshake's limit is the one it started with
+        reader, writer = await asyncio.open_connection("127.0.0.1", listener.port, ssl=context)
+        assert await asyncio.wait_for(reader.read(), 120) == b""  # in its time
+        writer.close()
         await (await dial(told(listener, identity), loopback=True)).close()
 
 
@@ -147,10 +156,11 @@ async def test_strangers_that_say_nothing_are_few_and_leave(identity: Identity) 
 async def test_junk_gets_no_answer(identity: Identity, junk: bytes) -> None:
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    async with listening(identity, timeout_s=0.5) as listener:
+    async with listening(identity) as listener:
+        listener._timeout_s = 0.5  # for what comes after the handshake
         reader, writer = await asyncio.open_connection("127.0.0.1", listener.port, ssl=context)
         writer.write(junk)
-        assert await asyncio.wait_for(reader.read(), 10) == b""
+        assert await asyncio.wait_for(reader.read(), 120) == b""
         writer.close()
 
 

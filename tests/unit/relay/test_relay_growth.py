@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from growth import counted, grown
+from growth import counted, forget_timers, grown
 from relay_parts import Engine, Table, echo
 from uplink_parts import SESSION, make, relay, running
 
@@ -19,7 +19,6 @@ from kvasir_console.relay.uplink import Uplink, expert_url
 from tls import TlsFiles
 
 WARM, MORE = 30, 200
-"""More than the timers that an event loop keeps though they were cancelled: it drops them by the hundred."""
 
 
 @pytest.fixture
@@ -58,6 +57,8 @@ async def test_nothing_of_a_session_stays_once_it_is_over(runtime: Path, tls_fil
         uplink = make(url, runtime / "node.data", ssl_context=client_context(tls_files.ca), **quick)
         async with running(uplink):
             await sessions(WARM, hub, uplink, trunk, node, table)
+            await forget_timers()
             before = counted()
             await sessions(MORE, hub, uplink, trunk, node, table)
+            await forget_timers()
             assert grown(before, counted(), MORE) == {}

@@ -203,7 +203,7 @@ async def test_what_rank_0_says_before_the_gateway_comes_is_kept(network):
         await rank0.send(frame(BINARY, b"early") + frame(PING, b""))
         assert await rank0.receive() == (PONG, b"")
         reader, writer = await hub.open_entry(RING, 10)
-        assert await asyncio.wait_for(reader.readexactly(5), 10) == b"early"
+        assert await asyncio.wait_for(reader.readexactly(5), 120) == b"early"
         writer.close()
 
 
@@ -213,13 +213,13 @@ async def test_when_rank_0_leaves_the_gateway_reads_the_end(network):
         reader, writer = await hub.open_entry(RING, 10)
         await rank0.send(frame(BINARY, b"bye"))
         await goodbye(rank0, 1000)
-        assert await asyncio.wait_for(reader.read(), 10) == b"bye"
+        assert await asyncio.wait_for(reader.read(), 120) == b"bye"
         writer.close()
     opening = asyncio.create_task(hub.open_entry(RING, 10))
     async with dial(port, "entry", "N") as rank0:
         reader, writer = await opening
         await rank0.send(frame(BINARY, b"back"))
-        assert await asyncio.wait_for(reader.readexactly(4), 10) == b"back"
+        assert await asyncio.wait_for(reader.readexactly(4), 120) == b"back"
         writer.close()
 
 
@@ -253,4 +253,4 @@ async def test_a_hub_that_stops_does_not_leave_the_gateway_waiting(network):
     await asyncio.sleep(0)
     await hub.close()
     with pytest.raises(NetworkError):
-        await asyncio.wait_for(opening, 5)
+        await asyncio.wait_for(opening, 120)

@@ -51,7 +51,7 @@ async def test_a_session_crosses_a_public_front_to_a_hub_in_the_lan(runtime: Pat
             link = await trunk.next_link()
             payload = random.Random(1).randbytes(3_000_000)
             link.writer.write(payload)
-            assert digest(await asyncio.wait_for(link.reader.readexactly(len(payload)), 20)) == digest(payload)
+            assert digest(await asyncio.wait_for(link.reader.readexactly(len(payload)), 120)) == digest(payload)
             [(_, _, shown)] = table.asked
             assert shown == TOKEN
             await uplink.close()

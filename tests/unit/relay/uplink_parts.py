@@ -34,7 +34,8 @@ class Tokens:
 
 @asynccontextmanager
 async def relay(table, tls=None, port=0, **options):
-    hub = Hub(table, **options)
+    patient = {"admission_timeout_s": 60.0, "engine_timeout_s": 60.0, "role_timeout_s": 60.0}
+    hub = Hub(table, **{**patient, **options})
     context = server_context(tls.cert, tls.key) if tls is not None else None
     async with Front(hub, Path("/nonexistent"), port=port, tls=context) as front:
         try:
@@ -50,7 +51,7 @@ async def running(uplink):
     try:
         yield uplink
     finally:
-        await asyncio.wait_for(uplink.close(), 10)
+        await asyncio.wait_for(uplink.close(), 120)
         await task
 
 
@@ -63,6 +64,8 @@ def make(url, engine, *, token=None, **options):
         "user_agent": "kvasir-console/test",
         "redial_min_s": 0.02,
         "redial_max_s": 0.05,
+        "open_timeout_s": 60.0,
+        "engine_timeout_s": 60.0,
     }
     return Uplink(url, SESSION, token or Tokens(TOKEN), **{**settings, **options})
 

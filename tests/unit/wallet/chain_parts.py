@@ -50,7 +50,7 @@ def endpoints(clock: Monotonic, process: LedgerProcess, *urls: str) -> Endpoints
         urls,
         process.auth,
         commitment=Commitment("confirmed"),
-        timeout_s=5.0,
+        timeout_s=60.0,
         monotonic_s=clock,
         sleep=clock.sleep,
     )

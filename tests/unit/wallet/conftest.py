@@ -33,8 +33,8 @@ def vault_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LedgerProcess]:
-    """A ledger for tests that leave it running; a blockhash expires in three seconds."""
-    yield from _ledger(tmp_path_factory.mktemp("ledger"), 20)
+    """A ledger for tests that leave it running; a blockhash expires in nine seconds."""
+    yield from _ledger(tmp_path_factory.mktemp("ledger"), 60)
 
 
 @pytest.fixture(scope="session")

@@ -23,7 +23,7 @@ SOL = LAMPORTS_PER_SOL
 
 
 def connect(process: LedgerProcess, commitment: Any = Processed) -> AsyncClient:
-    return AsyncClient(process.url, commitment=commitment, extra_headers={"Authorization": process.auth})
+    return AsyncClient(process.url, commitment, timeout=60, extra_headers={"Authorization": process.auth})
 
 
 async def funded(client: AsyncClient, lamports: int = 10 * SOL) -> Keypair:
@@ -40,7 +40,7 @@ async def payment(client: AsyncClient, payer: Keypair, recipient: Pubkey, lampor
 
 async def reach(client: AsyncClient, signature: Signature, status: TransactionConfirmationStatus) -> Any:
     """Poll as a client does until ``signature`` has ``status``."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         while True:
             found = (await client.get_signature_statuses([signature])).value[0]
             if found is not None and int(found.confirmation_status) >= int(status):

@@ -21,7 +21,7 @@ from ledger_process import LedgerProcess, RpcProxy
 
 async def test_an_rpc_that_has_forgotten_does_not_get_to_say_it_expired(tmp_path: Path) -> None:
     """It landed; a node that keeps only the newest blocks knows nothing of it any more."""
-    process = LedgerProcess(tmp_path, slot_ms=5).start()
+    process = LedgerProcess(tmp_path, slot_ms=10).start()
 
     def forgets(method: str, reply: Any) -> Any:
         if method == "getSignatureStatuses":
@@ -29,12 +29,8 @@ async def test_an_rpc_that_has_forgotten_does_not_get_to_say_it_expired(tmp_path
         return {**reply, "result": 10**6} if method == "getFirstAvailableBlock" else reply
 
     try:
-        prepared, recipient = await funded_payment(process)
+        prepared, recipient = await landed(process)
         assert prepared.slot > 0
-        async with Chain(process.url, process.auth, poll_s=POLL_S) as chain:
-            assert (await chain.transact(prepared)).state is OutcomeState.CONFIRMED
-            while (await chain.latest_blockhash()).slot <= prepared.last_valid_block_height + 40:
-                pass
         async with (
             RpcProxy(process.url, rewrite=forgets) as proxy,
             Chain(proxy.url, process.auth, poll_s=POLL_S) as chain,
@@ -49,10 +45,15 @@ async def test_an_rpc_that_has_forgotten_does_not_get_to_say_it_expired(tmp_path
 
 
 async def landed(process: LedgerProcess) -> tuple[PreparedTransfer, str]:
-    """A payment that landed, so long ago that it could land no more."""
-    prepared, recipient = await funded_payment(process)
+    """A payment that landed, so long ago that it could land no more.
+
+    Of a ledger whose blockhashes live for a second; one that a busy machine was too slow for is followed by another.
+    """
     async with Chain(process.url, process.auth, poll_s=POLL_S) as chain:
-        assert (await chain.transact(prepared)).state is OutcomeState.CONFIRMED
+        while True:
+            prepared, recipient = await funded_payment(process)
+            if (await chain.transact(prepared)).state is OutcomeState.CONFIRMED:
+                break
         while (await chain.latest_blockhash()).slot <= prepared.last_valid_block_height + 40:
             pass
     return prepared, recipient
@@ -82,7 +83,7 @@ async def test_one_rpc_that_lies_does_not_declare_dead_what_another_has_seen_lan
 
 @pytest.mark.parametrize("several", [False, True])
 async def test_an_rpc_that_names_too_low_a_height_does_not_declare_dead_what_can_still_land(
-    process: LedgerProcess, several: bool
+    quick: LedgerProcess, several: bool
 ) -> None:
     """It would be signed again while the first could still be sent by whoever has it."""
 
@@ -92,18 +93,20 @@ async def test_an_rpc_that_names_too_low_a_height_does_not_declare_dead_what_can
         return reply
 
     async with (
-        RpcProxy(process.url, rewrite=hurries) as liar,
-        RpcProxy(process.url, auth=process.auth) as honest,
-        Chain(liar.url, process.auth, fallbacks=(honest.url,) if several else (), poll_s=POLL_S) as chain,
+        RpcProxy(quick.url, rewrite=hurries) as liar,
+        RpcProxy(quick.url, auth=quick.auth) as honest,
+        Chain(liar.url, quick.auth, fallbacks=(honest.url,) if several else (), poll_s=POLL_S) as chain,
     ):
         payer = Keypair()
         pay = transfer(TransferParams(from_pubkey=payer.pubkey(), to_pubkey=Keypair().pubkey(), lamports=SOL))
         prepared = await chain.prepare([pay], [payer])
         assert prepared.last_valid_block_height == 1
-        with pytest.raises(NetworkError) as error:
-            await chain.await_outcome(prepared.signature, 1, raw=prepared.raw, resend=False, timeout_s=0.3)
-        assert error.value.code == "outcome_unknown"
-        outcome = await chain.await_outcome(prepared.signature, 1, raw=prepared.raw, resend=False)
+        question = {"raw": prepared.raw, "resend": False}
+        try:
+            outcome = await chain.await_outcome(prepared.signature, 1, **question, timeout_s=0.3)
+        except NetworkError as error:  # unless this machine was so slow that it is too old by now
+            assert error.code == "outcome_unknown"  # noqa: PT017 - it need not be raised
+            outcome = await chain.await_outcome(prepared.signature, 1, **question)
         assert outcome.state is OutcomeState.EXPIRED
         last = (await chain.latest_blockhash()).slot
         assert last >= prepared.slot + 150  # not before its blockhash was too old

@@ -133,7 +133,7 @@ def test_several_processes_share_one_allowance(file):
     children = [
         subprocess.Popen([sys.executable, "-c", script, str(file)], stdout=subprocess.PIPE, text=True) for _ in range(3)
     ]
-    assert sum(int(child.communicate(timeout=60)[0]) for child in children) == 10
+    assert sum(int(child.communicate(timeout=120)[0]) for child in children) == 10
 
 
 RENT, BREAD = "0" * 64, "1" * 64

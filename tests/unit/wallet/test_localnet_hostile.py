@@ -95,7 +95,7 @@ BAD_PARAMS: list[tuple[str, list[Any]]] = [
 
 
 async def post(process: LedgerProcess, body: bytes) -> httpx.Response:
-    async with httpx.AsyncClient(trust_env=False) as plain:
+    async with httpx.AsyncClient(trust_env=False, timeout=120) as plain:
         return await plain.post(process.url, content=body, headers={"Authorization": process.auth})
 
 
@@ -119,7 +119,7 @@ async def test_bad_parameters_are_named(process: LedgerProcess, method: str, par
 
 async def test_only_a_post_of_bounded_size_is_read(process: LedgerProcess) -> None:
     assert (await post(process, b" " * (MAX_BODY_BYTES + 1))).status_code == 413
-    async with httpx.AsyncClient(trust_env=False, headers={"Authorization": process.auth}) as plain:
+    async with httpx.AsyncClient(trust_env=False, timeout=120, headers={"Authorization": process.auth}) as plain:
         assert (await plain.get(process.url)).status_code == 405
         assert (await plain.post(process.url + "/admin", content=b"{}")).status_code == 404
 

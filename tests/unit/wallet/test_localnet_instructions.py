@@ -45,7 +45,7 @@ MINT_RENT = 1_461_600
 @pytest.fixture
 async def client(process: LedgerProcess) -> AsyncIterator[AsyncClient]:
     headers = {"Authorization": process.auth}
-    async with AsyncClient(process.url, commitment=Processed, extra_headers=headers) as connected:
+    async with AsyncClient(process.url, commitment=Processed, timeout=60, extra_headers=headers) as connected:
         await connected.request_airdrop(OWNER.pubkey(), 10 * SOL)
         yield connected
 

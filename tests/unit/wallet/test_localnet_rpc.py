@@ -63,7 +63,7 @@ async def client(process: LedgerProcess) -> AsyncIterator[AsyncClient]:
 @pytest.mark.parametrize("header", [None, "", "Bearer", "Bearer wrong", "Bearer ümlaut"])
 async def test_without_the_right_header_nothing_is_answered(process: LedgerProcess, header: str | None) -> None:
     headers = {} if header is None else {"Authorization": header.encode()}
-    async with httpx.AsyncClient(trust_env=False) as plain:
+    async with httpx.AsyncClient(trust_env=False, timeout=120) as plain:
         body = {"jsonrpc": "2.0", "id": 1, "method": "getHealth"}
         reply = await plain.post(process.url, json=body, headers=headers)
     assert reply.status_code == 401
@@ -87,14 +87,14 @@ def test_an_auth_file_that_others_can_read_stops_the_process(tmp_path: Path) -> 
     ledger = LedgerProcess(tmp_path)
     ledger.auth_file.write_text("Bearer open")
     ledger.auth_file.chmod(0o644)
-    finished = subprocess.run(ledger.command(), capture_output=True, text=True, timeout=30)
+    finished = subprocess.run(ledger.command(), capture_output=True, text=True, timeout=120)
     assert finished.returncode == 8
     assert "chmod 600" in finished.stderr
     assert "Traceback" not in finished.stderr
 
 
 def test_a_second_process_on_the_same_data_stops_with_the_reason(process: LedgerProcess) -> None:
-    finished = subprocess.run(process.command(), capture_output=True, text=True, timeout=30)
+    finished = subprocess.run(process.command(), capture_output=True, text=True, timeout=120)
     assert finished.returncode == 8
     assert "in use" in finished.stderr
     assert finished.stdout == ""
@@ -251,16 +251,22 @@ async def test_tokens_as_the_solana_client_sees_them(client: AsyncClient) -> Non
 
 
 async def test_balances_follow_the_commitment(tmp_path: Path) -> None:
-    process = LedgerProcess(tmp_path, slot_ms=200).start()
+    process = LedgerProcess(tmp_path).start()
     try:
         async with connect(process) as client:
-            owner = Keypair()
-            airdrop = (await client.request_airdrop(owner.pubkey(), 10 * SOL)).value
-            assert (await client.get_balance(owner.pubkey(), Processed)).value == 10 * SOL
-            assert (await client.get_balance(owner.pubkey(), Finalized)).value == 0
-            assert (await client.get_account_info(owner.pubkey(), Finalized)).value is None
-            (listed,) = (await client.get_multiple_accounts([owner.pubkey()], Finalized)).value
-            assert listed is None
+            while True:
+                owner = Keypair()
+                airdrop = (await client.request_airdrop(owner.pubkey(), 10 * SOL)).value
+                seen = [
+                    (await client.get_balance(owner.pubkey(), Processed)).value,
+                    (await client.get_balance(owner.pubkey(), Finalized)).value,
+                    (await client.get_account_info(owner.pubkey(), Finalized)).value,
+                    *(await client.get_multiple_accounts([owner.pubkey()], Finalized)).value,
+                ]
+                status = (await client.get_signature_statuses([airdrop])).value[0]
+                if status.confirmation_status != TransactionConfirmationStatus.Finalized:
+                    break  # nor was it when those were read; a busy machine may have been too late for one
+            assert seen == [10 * SOL, 0, None, None]
             await reach(client, airdrop, TransactionConfirmationStatus.Finalized)
             assert (await client.get_balance(owner.pubkey(), Finalized)).value == 10 * SOL
             (line,) = (await client.get_signatures_for_address(owner.pubkey(), commitment=Finalized)).value

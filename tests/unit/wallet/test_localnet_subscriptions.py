@@ -28,7 +28,7 @@ from kvasir_console.wallet.localnet.subscriptions import MAX_SUBSCRIPTIONS
 from ledger_process import LedgerProcess
 
 SOL = 10**9
-WAIT_S = 30
+WAIT_S = 120.0
 
 
 def uri(process: LedgerProcess) -> str:
@@ -41,7 +41,7 @@ def headers(process: LedgerProcess) -> dict[str, str]:
 
 @pytest.fixture
 async def client(process: LedgerProcess) -> AsyncIterator[AsyncClient]:
-    async with AsyncClient(process.url, commitment=Processed, extra_headers=headers(process)) as connected:
+    async with AsyncClient(process.url, commitment=Processed, timeout=60, extra_headers=headers(process)) as connected:
         yield connected
 
 

@@ -137,10 +137,9 @@ def on_terminal(typed: list[bytes], *, confirm: bool) -> str:
     shown = b""
     answers = list(typed)
     try:
-        while select.select([terminal], [], [], 20)[0]:
-            piece = os.read(terminal, 1024)
-            shown += piece
-            if piece.endswith(b": ") and answers:
+        while select.select([terminal], [], [], 120)[0]:
+            shown += os.read(terminal, 1024)
+            if shown.endswith(b": ") and answers:
                 os.write(terminal, answers.pop(0))
     except OSError:  # the terminal is gone with its last process
         pass
@@ -176,7 +175,7 @@ def test_without_a_terminal_nobody_is_asked_and_standard_input_is_left_alone():
         text=True,
         start_new_session=True,
         check=True,
-        timeout=60,
+        timeout=120,
     )
     assert output.stdout == "got None\n"
     assert output.stderr == ""

@@ -14,6 +14,7 @@ from kvasir_console.errors import SystemResourceError
 from kvasir_console.wallet import passphrase_cache
 
 WALLET, PASSPHRASE = "HAgk14JpMQLgt6rVgv7cBQFJWFto5Dqxi472uT3DKpqk", "correct horse battery"
+USUAL_S = 3.0
 BACKEND = """
     import json, os, pathlib
     STORE = pathlib.Path(os.environ["TEST_KEYRING"])
@@ -42,6 +43,8 @@ def ring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         (package / "backends" / f"{module}.py").write_text(textwrap.dedent(backend))
         (package / "__init__.py").write_text(textwrap.dedent(get_keyring))
         store = tmp_path / "store.json"
+        if passphrase_cache.TIMEOUT_S == USUAL_S:
+            monkeypatch.setattr(passphrase_cache, "TIMEOUT_S", 120.0)  # a busy machine starts a process in no second
         root = Path(__file__).parents[3]
         monkeypatch.setenv("PYTHONPATH", f"{package.parent}:{root}")
         monkeypatch.setenv("TEST_KEYRING", str(store))
@@ -109,7 +112,7 @@ def test_a_key_ring_that_hangs_is_given_up(ring, monkeypatch):
 
 
 def test_a_key_ring_has_three_seconds():
-    assert passphrase_cache.TIMEOUT_S == 3.0
+    assert passphrase_cache.TIMEOUT_S == USUAL_S
 
 
 def test_what_a_failing_key_ring_says_is_not_repeated(ring):
@@ -132,5 +135,5 @@ def test_nothing_of_the_key_ring_is_loaded_by_the_wallet():
         "import sys, kvasir_console.headless, kvasir_console.wallet.command, kvasir_console.wallet.passphrase_cache\n"
         "print('keyring' in sys.modules)"
     )
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
     assert result.stdout == "False\n"

@@ -31,8 +31,15 @@ POLL_S = 0.02
 
 @pytest.fixture(scope="module")
 def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LedgerProcess]:
-    """A ledger whose blockhashes expire in two seconds."""
-    ledger = LedgerProcess(tmp_path_factory.mktemp("sender"), slot_ms=10).start()
+    ledger = LedgerProcess(tmp_path_factory.mktemp("sender")).start()
+    yield ledger
+    ledger.stop()
+
+
+@pytest.fixture(scope="module")
+def hasty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LedgerProcess]:
+    """A ledger whose blockhashes expire in two seconds; what is sent there may have to be signed more than once."""
+    ledger = LedgerProcess(tmp_path_factory.mktemp("hasty"), slot_ms=15).start()
     yield ledger
     ledger.stop()
 
@@ -139,7 +146,7 @@ async def test_timed_out_is_no_reason_to_send_again(process: LedgerProcess, mint
         assert undecided.value.code == "send_undecided"
         assert [send.state for send in await sender.resume()] == [SendState.SENT]
         blind = False
-        assert [send.state for send in await sender.resume(timeout_s=20)] == [SendState.CONFIRMED]
+        assert [send.state for send in await sender.resume(timeout_s=120)] == [SendState.CONFIRMED]
         assert await sender.resume() == ()
         assert (await sender.send("a", intent, pen)).state is SendState.CONFIRMED
         assert len(pen.signed) == 1
@@ -147,44 +154,60 @@ async def test_timed_out_is_no_reason_to_send_again(process: LedgerProcess, mint
 
 
 async def test_what_expired_is_signed_anew_only_when_the_old_can_land_no_more(
-    process: LedgerProcess, chain: Chain, mint: str, outbox: Outbox
+    hasty: LedgerProcess, outbox: Outbox
 ) -> None:
     """The RPC claims to have taken the first transaction and keeps it; later it hands it in after all."""
-    intent, pen = payment(mint), Pen()
-    pen.chain = chain
+    pen = Pen()
 
     def swallow(method: str) -> Refusal | None:
         return HANG_UP if method == "sendTransaction" and len(pen.signed) == 1 else None
 
-    async with RpcProxy(process.url, gate=swallow) as proxy, connect(process, proxy.url) as lossy:
+    async with (
+        connect(hasty) as chain,
+        RpcProxy(hasty.url, gate=swallow) as proxy,
+        connect(hasty, proxy.url) as lossy,
+    ):
+        mint = await bootstrap(chain, TREASURY)
+        intent, pen.chain = payment(mint), chain
         send = await Sender(outbox, lossy).send("a", intent, pen)
-    assert send.state is SendState.CONFIRMED
-    first, second = pen.signed
-    assert pen.heights[1] > first.last_valid_block_height
-    assert outbox.signatures("a") == ((first.signature, "expired"), (second.signature, "confirmed"))
-    await chain._resend(first.raw)
-    with pytest.raises(NetworkError):  # it stays unknown for ever
-        await chain.await_outcome(first.signature, 10**9, timeout_s=0.2)
-    assert await chain.balance_micro_kvr(intent.recipient, mint) == 700
+        assert send.state is SendState.CONFIRMED
+        *expired, last = pen.signed
+        assert expired
+        for old, height in zip(expired, pen.heights[1:], strict=True):
+            assert height > old.last_valid_block_height
+        ends = [(each.signature, "expired") for each in expired]
+        assert outbox.signatures("a") == (*ends, (last.signature, "confirmed"))
+        first = expired[0]
+        await chain._resend(first.raw)
+        with pytest.raises(NetworkError):  # it stays unknown for ever
+            await chain.await_outcome(first.signature, 10**9, timeout_s=0.2)
+        assert await chain.balance_micro_kvr(intent.recipient, mint) == 700
 
 
 async def test_a_chain_that_takes_nothing_ends_in_expired_and_a_later_call_pays(
-    process: LedgerProcess, chain: Chain, mint: str, outbox: Outbox
+    hasty: LedgerProcess, outbox: Outbox
 ) -> None:
-    intent, pen, closed = payment(mint), Pen(), True
+    pen, closed = Pen(), True
 
     def refuse(method: str) -> Refusal | None:
         return HANG_UP if closed and method == "sendTransaction" else None
 
-    async with RpcProxy(process.url, gate=refuse) as proxy, connect(process, proxy.url) as lossy:
+    async with (
+        connect(hasty) as chain,
+        RpcProxy(hasty.url, gate=refuse) as proxy,
+        connect(hasty, proxy.url) as lossy,
+    ):
+        mint = await bootstrap(chain, TREASURY)
+        intent = payment(mint)
         sender = Sender(outbox, lossy)
         assert (await sender.send("a", intent, pen)).state is SendState.EXPIRED
         assert len(pen.signed) == MAX_SIGNINGS
         assert await sender.resume() == ()
         closed = False
         assert (await sender.send("a", intent, pen)).state is SendState.CONFIRMED
-    assert await chain.balance_micro_kvr(intent.recipient, mint) == 700
-    assert [end for _, end in outbox.signatures("a")] == ["expired"] * MAX_SIGNINGS + ["confirmed"]
+        assert await chain.balance_micro_kvr(intent.recipient, mint) == 700
+    assert len(pen.signed) > MAX_SIGNINGS
+    assert [end for _, end in outbox.signatures("a")] == ["expired"] * (len(pen.signed) - 1) + ["confirmed"]
 
 
 async def test_what_an_earlier_rpc_called_expired_is_looked_up_before_it_is_signed_anew(
@@ -201,12 +224,10 @@ async def test_what_an_earlier_rpc_called_expired_is_looked_up_before_it_is_sign
     assert await chain.balance_micro_kvr(intent.recipient, mint) == 700
 
 
-async def test_a_refused_trial_run_is_kept_and_not_pressed_upon_the_chain(
-    chain: Chain, mint: str, outbox: Outbox, process: LedgerProcess
-) -> None:
+async def test_a_refused_trial_run_is_kept_and_not_pressed_upon_the_chain(hasty: LedgerProcess, outbox: Outbox) -> None:
     poor, friend = Keypair(), str(Keypair().pubkey())
     intent, pen = SolTransfer(str(poor.pubkey()), friend, SOL), Pen(poor)
-    async with RpcProxy(process.url) as proxy, connect(process, proxy.url) as watched:
+    async with connect(hasty) as chain, RpcProxy(hasty.url) as proxy, connect(hasty, proxy.url) as watched:
         sender = Sender(outbox, watched)
         with pytest.raises(PreflightError):
             await sender.send("a", intent, pen)
@@ -215,11 +236,11 @@ async def test_a_refused_trial_run_is_kept_and_not_pressed_upon_the_chain(
         assert (kept.state, bool(kept.error)) == (SendState.SIGNED, True)
         await chain.airdrop(str(poor.pubkey()), 5 * SOL)
         submitted = proxy.calls.count("sendTransaction")
-        (ended,) = await sender.resume(timeout_s=30)
+        (ended,) = await sender.resume(timeout_s=120)
         assert ended.state is SendState.EXPIRED
         assert proxy.calls.count("sendTransaction") == submitted
         assert (await sender.send("a", intent, pen)).state is SendState.CONFIRMED
-    assert await chain.balance_lamports(friend) == SOL
+        assert await chain.balance_lamports(friend) == SOL
 
 
 async def test_two_equal_payments_on_purpose_are_two_transactions(chain: Chain, mint: str, outbox: Outbox) -> None:
@@ -282,7 +303,7 @@ async def test_a_send_is_not_looked_for_on_another_cluster(
     other = LedgerProcess(tmp_path / "other", slot_ms=1).start()
     try:
         async with connect(other) as elsewhere:
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(120):
                 while (await elsewhere.latest_blockhash()).slot < sent.prepared.last_valid_block_height + 40:
                     pass
             sender = Sender(outbox, elsewhere)

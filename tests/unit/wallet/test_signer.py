@@ -100,14 +100,14 @@ async def test_a_lock_wins_over_an_unlock_under_way(vault_file, monkeypatch):
 
     def slow(file: Path, passphrase: str) -> signer_core.Unlocked:
         deriving.set()
-        assert proceed.wait(30)
+        assert proceed.wait(120)
         made.append(real(file, passphrase))
         return made[0]
 
     monkeypatch.setattr(signer_core, "_open", slow)
     target = signer.Signer(vault_file, HOST)
     unlocking = asyncio.create_task(ask(target, "unlock", passphrase=PASSPHRASE))
-    assert await asyncio.to_thread(deriving.wait, 30)
+    assert await asyncio.to_thread(deriving.wait, 120)
     await ask(target, "lock")
     proceed.set()
     assert (await refusal(unlocking)).code == "wallet_locked"

@@ -50,11 +50,11 @@ def running_in(directory: Path, vault_file: Path) -> Iterator[SimpleNamespace]:
         process = spawn(arguments(vault_file, path), stdout=stderr, stderr=stderr)
     client = SignerClient(path)
     try:
-        assert asyncio.run(client.wait_ready(30)) == LOCKED
+        assert asyncio.run(client.wait_ready(120)) == LOCKED
         yield SimpleNamespace(process=process, client=client, path=path, log=log)
     finally:
         process.kill()
-        process.wait(30)
+        process.wait(120)
     assert not [secret for secret in (PASSPHRASE, "wrong one", "abandon", "Traceback") if secret in log.read_text()]
 
 
@@ -95,7 +95,7 @@ async def test_connections_are_bounded(standing):
     assert (await refusal(standing.client.status())).code == "signer_gone"
     for _, writer in held:
         writer.close()
-    assert await standing.client.wait_ready(30) == LOCKED
+    assert await standing.client.wait_ready(120) == LOCKED
 
 
 async def test_actions_are_signed_for_our_host_only(running):
@@ -136,7 +136,7 @@ async def test_garbage_closes_its_own_connection_only(standing, garbage):
     reader, writer = await asyncio.open_unix_connection(standing.path)
     writer.write(garbage)
     writer.write_eof()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         assert await reader.read() == b""
     writer.close()
     assert await standing.client.status() == LOCKED
@@ -158,7 +158,7 @@ async def test_asked_to_stop_it_goes_at_once_and_leaves_nothing(running, how):
         await running.client.exit()
     else:
         running.process.send_signal(how)
-    assert await asyncio.to_thread(running.process.wait, 10) == 0
+    assert await asyncio.to_thread(running.process.wait, 120) == 0
     idle.close()
     assert not running.path.exists()
     assert (await refusal(running.client.status())).code == "signer_gone"
@@ -171,7 +171,7 @@ async def test_ctrl_c_on_the_console_does_not_take_the_signer_away(standing):
 
 async def test_a_second_signer_does_not_take_the_first_ones_place(standing, vault_file):
     second = await asyncio.to_thread(
-        subprocess.run, arguments(vault_file, standing.path), capture_output=True, text=True, timeout=60
+        subprocess.run, arguments(vault_file, standing.path), capture_output=True, text=True, timeout=120
     )
     assert second.returncode == ExitCode.RESOURCE
     assert "Another signer answers" in second.stderr
@@ -181,15 +181,15 @@ async def test_a_second_signer_does_not_take_the_first_ones_place(standing, vaul
 async def test_a_killed_signers_socket_is_taken_over_locked(running, vault_file):
     await running.client.unlock(PASSPHRASE)
     running.process.kill()
-    running.process.wait(30)
+    running.process.wait(120)
     assert running.path.exists()
     with running.log.open("ab") as stderr:
         successor = spawn(arguments(vault_file, running.path), stderr=stderr)
     try:
-        assert await running.client.wait_ready(30) == LOCKED
+        assert await running.client.wait_ready(120) == LOCKED
     finally:
         successor.kill()
-        successor.wait(30)
+        successor.wait(120)
 
 
 async def test_without_a_vault_it_ends_with_the_wallets_exit_code(runtime):
@@ -198,7 +198,7 @@ async def test_without_a_vault_it_ends_with_the_wallets_exit_code(runtime):
         arguments(runtime / "vault.json", runtime / "signer.sock"),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
     )
     assert ended.returncode == ExitCode.WALLET
     assert "There is no wallet at" in ended.stderr
@@ -207,7 +207,7 @@ async def test_without_a_vault_it_ends_with_the_wallets_exit_code(runtime):
 async def test_a_directory_others_may_enter_is_refused(vault_file, runtime):
     runtime.chmod(0o755)
     ended = await asyncio.to_thread(
-        subprocess.run, arguments(vault_file, runtime / "signer.sock"), capture_output=True, text=True, timeout=60
+        subprocess.run, arguments(vault_file, runtime / "signer.sock"), capture_output=True, text=True, timeout=120
     )
     assert ended.returncode == ExitCode.WALLET
     assert "folder of its own" in ended.stderr
@@ -225,10 +225,10 @@ async def test_an_orphaned_signer_ends(vault_file, runtime):
     parent = spawn([sys.executable, "-c", textwrap.dedent(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     descriptor = os.pidfd_open(int(parent.stdout.readline()))
     client = SignerClient(path)
-    await client.wait_ready(30)
+    await client.wait_ready(120)
     await client.unlock(PASSPHRASE)
-    parent.communicate(timeout=30)
-    async with asyncio.timeout(20):
+    parent.communicate(timeout=120)
+    async with asyncio.timeout(120):
         ended = asyncio.Event()
         asyncio.get_running_loop().add_reader(descriptor, ended.set)
         await ended.wait()

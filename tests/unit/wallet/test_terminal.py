@@ -38,10 +38,9 @@ def on_terminal(typed: list[bytes], term: str) -> str:
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("4H", 50, 90, 0, 0))
     shown, answers = b"", list(typed)
     try:
-        while select.select([terminal], [], [], 20)[0]:
-            piece = os.read(terminal, 1024)
-            shown += piece
-            if piece.endswith((b": ", b". ")) and answers:
+        while select.select([terminal], [], [], 120)[0]:
+            shown += os.read(terminal, 1024)
+            if shown.endswith((b": ", b". ")) and answers:
                 os.write(terminal, answers.pop(0))
     except OSError:  # the terminal is gone with its last process
         pass

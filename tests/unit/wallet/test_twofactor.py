@@ -278,7 +278,7 @@ def test_of_two_processes_with_one_code_one_is_granted(file):
     for child in children:
         child.stdin.write("\n")
         child.stdin.flush()
-    answers = sorted(child.communicate(timeout=60)[0].strip() for child in children)
+    answers = sorted(child.communicate(timeout=120)[0].strip() for child in children)
     assert answers == ["accept"] + ["second_factor_refused"] * 3
 
 

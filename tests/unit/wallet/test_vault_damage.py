@@ -132,7 +132,7 @@ def test_random_kills_while_saving_leave_the_old_vault_or_the_new_one(file, monk
                     os.write(saves, b".")
             finally:
                 os._exit(1)
-        assert select.select([saved], [], [], 30)[0]  # it has begun to save
+        assert select.select([saved], [], [], 120)[0]  # it has begun to save
         select.select([], [], [], random.uniform(0, 0.01))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)

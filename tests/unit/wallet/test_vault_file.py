@@ -180,5 +180,5 @@ def test_changes_of_two_processes_are_both_kept(file):
     )
     paths = [f"m/44'/501'/{index}'" for index in range(3)]
     children = [subprocess.Popen([sys.executable, "-c", script, str(file), path]) for path in paths]
-    assert [child.wait(60) for child in children] == [0, 0, 0]
+    assert [child.wait(120) for child in children] == [0, 0, 0]
     assert {each.path for each in vault.public_accounts(file)} == {keys.KVASIR_PATH, *paths}

@@ -112,7 +112,7 @@ def test_llamacpp_opens_the_parts_and_computes_what_we_compute(whole: Path, tmp_
     # In a process of its own: what llama.cpp leaves behind is none of the tests' business.
     request = {"op": "logits", "tokens": tokens, "path": str(tmp_path / "theirs.npy")}
     command = [sys.executable, peer_llamacpp.__file__, "xllamacpp", str(paths[0]), "1", "256"]
-    subprocess.run(command, input=json.dumps(request) + "\n", text=True, check=True, capture_output=True, timeout=60)
+    subprocess.run(command, input=json.dumps(request) + "\n", text=True, check=True, capture_output=True, timeout=120)
     theirs = np.load(tmp_path / "theirs.npy")
     ours = _logits(paths[1], tokens).log_softmax(-1)
     assert theirs.shape == (288,)

@@ -11,6 +11,8 @@ import torch
 
 from kvasir_console.engine.process.compute import Compute
 
+from engines import until
+
 
 @pytest.fixture
 def compute() -> Iterator[Compute]:
@@ -70,11 +72,11 @@ async def test_the_first_thread_takes_its_work_back_when_it_returns_from_waiting
     def step() -> int:
         with compute.released():
             waiting.set()
-            go_on.wait(10)
+            go_on.wait(120)
         return threading.get_ident()
 
     first = asyncio.create_task(compute.run(step))
-    await asyncio.to_thread(waiting.wait, 10)
+    await asyncio.to_thread(waiting.wait, 120)
     other = await compute.run(threading.get_ident)
     go_on.set()
     assert other != await first
@@ -93,14 +95,14 @@ async def test_long_work_sees_that_others_wait_also_after_some_have_given_up(com
 
     def long() -> bool:
         begun.set()
-        go_on.wait(10)
+        go_on.wait(120)
         return compute.wanted
 
     for impatient in (False, True):
         begun.clear()
         go_on.clear()
         first = asyncio.create_task(compute.run(long))
-        await asyncio.to_thread(begun.wait, 10)
+        await asyncio.to_thread(begun.wait, 120)
         assert not compute.wanted
         second = asyncio.create_task(compute.run(lambda: 2))
         await asyncio.sleep(0)
@@ -122,21 +124,21 @@ async def test_others_compute_while_one_waits_for_a_network_and_it_goes_on_befor
         order.append("step")
         with compute.released():
             waiting.set()
-            arrived.wait(10)
+            arrived.wait(120)
         order.append("step goes on")
 
     def other() -> None:
         order.append("other")
         arrived.set()
-        midway.wait(10)
+        midway.wait(120)
         order.append("other ends")
 
     first = asyncio.create_task(compute.run(step))
-    await asyncio.to_thread(waiting.wait, 10)
+    await asyncio.to_thread(waiting.wait, 120)
     second = asyncio.create_task(compute.run(other))
-    await asyncio.to_thread(arrived.wait, 10)
+    await asyncio.to_thread(arrived.wait, 120)
     third = asyncio.create_task(compute.run(lambda: order.append("new")))
-    await asyncio.sleep(0.05)  # the first thread has come back to wait for its turn
+    await until(lambda: compute._returning)  # the first thread has come back to wait for its turn
     midway.set()
     await asyncio.gather(first, second, third)
     assert order == ["step", "other", "other ends", "step goes on", "new"]

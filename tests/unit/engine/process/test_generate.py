@@ -41,7 +41,7 @@ def resumed(*tokens: int, max_tokens: int = 8) -> Generation:
 async def told(generation: Generation, index: int | None = None) -> tuple[str, DoneEvent]:
     text = ""
     events = generation if index is None else generation.follow(index)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(120):
         async for event in events:
             if isinstance(event, DoneEvent):
                 return text, event

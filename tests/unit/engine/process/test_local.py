@@ -94,6 +94,23 @@ async def test_one_that_cannot_go_on_takes_nobody_with_it(stage: Stage, compute:
     assert (fine.cache.length, full.cache.length) == (at + 1, at)
 
 
+async def test_many_steps_in_a_row_are_not_one_without_end(stage: Stage, compute: Compute) -> None:
+    """A long answer with no company is computed in one go: what is taken for stuck is a step, not all of them."""
+    pipeline = made(stage, compute)
+    sequence, token = await begun(pipeline)
+    computing_s: list[float] = []
+
+    def more(outcomes: list[Any]) -> list[Feed]:
+        computing_s.append(compute.computing_s)
+        compute._began -= 1000  # as if this one had taken so long
+        ((choice,),) = outcomes
+        return [Feed(sequence, [choice.token], sequence.cache.length, 1)] if len(computing_s) < 3 else []
+
+    await pipeline.run([Feed(sequence, [token], len(PARAMS.prompt_tokens), 1)], more)
+    assert len(computing_s) == 3
+    assert max(computing_s) < 1000
+
+
 async def test_closing_gives_back_what_opening_took(stage: Stage, compute: Compute) -> None:
     pipeline = made(stage, compute, blocks=7)
     sequences = [await pipeline.open(PARAMS) for _ in range(2)]

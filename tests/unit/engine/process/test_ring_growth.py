@@ -6,7 +6,7 @@ import asyncio
 import logging
 
 import pytest
-from growth import counted, grown
+from growth import counted, forget_timers, grown
 from test_ring_faults import SIZE, Answer, Network, prompt
 
 from kvasir_console.engine.process import ring
@@ -30,6 +30,7 @@ async def answered(network: Network, count: int, first: int) -> None:
 async def at_rest(network: Network) -> None:
     """A release that was lost with its edge is made up for by the second ROLL."""
     await until(lambda: not any(len(node.window) for node in network.nodes))
+    await forget_timers()
 
 
 async def run() -> dict[str, int]:

@@ -273,7 +273,10 @@ async def gateway(
     )
     transport = httpx.AsyncHTTPTransport(uds=str(socket))
     try:
-        async with serving(app, socket), httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
+        async with (
+            serving(app, socket),
+            httpx.AsyncClient(transport=transport, base_url="http://gateway", timeout=120) as client,
+        ):
             yield Gateway(
                 client,
                 front.port,

@@ -83,7 +83,7 @@ async def test_cancelling_after_the_end_changes_nothing(store: Store, generation
 async def test_cancelled_in_the_middle_it_is_recorded_as_far_as_it_came(store: Store, generations: Generations) -> None:
     backend = scripted(hold_at=2)
     generation = generations.start(backend, Slots(), REQUEST, "r1", 5)
-    await asyncio.wait_for(backend.holding.wait(), 10)
+    await asyncio.wait_for(backend.holding.wait(), 120)
     generation.cancel()
     generation.cancel()
     assert await failure(generation) == (2, "cancelled")
@@ -106,7 +106,7 @@ async def test_cancelled_while_it_waits_it_never_began(store: Store, generations
 async def test_closing_cancels_and_waits(store: Store, generations: Generations) -> None:
     backends = [scripted(hold_at=1) for _ in range(3)]
     made = [generations.start(backend, Slots(), REQUEST, f"r{n}", 5) for n, backend in enumerate(backends)]
-    await asyncio.gather(*(asyncio.wait_for(backend.holding.wait(), 10) for backend in backends))
+    await asyncio.gather(*(asyncio.wait_for(backend.holding.wait(), 120) for backend in backends))
     await generations.close()
     assert generations.running == 0
     for number, generation in enumerate(made):

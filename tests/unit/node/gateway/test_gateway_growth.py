@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 from gateway_parts import Gateway, ScriptedBackend, gateway
-from growth import counted, grown
+from growth import counted, forget_timers, grown
 
 from kvasir_console.node.gateway.backends import BackendInfo
 
@@ -29,8 +29,10 @@ async def test_nothing_of_a_request_stays_once_it_is_answered(tmp_path: Path) ->
     async with gateway(tmp_path, [backend]) as made:
         await requests(made, WARM, 0)
         backend.requests.clear()
+        await forget_timers()
         before = counted()
         await requests(made, MORE, WARM)
         await made.generations.idle()
         backend.requests.clear()
+        await forget_timers()
         assert grown(before, counted(), MORE // 2) == {}

@@ -339,7 +339,7 @@ async def test_the_process_stops_after_the_pass_it_began(ledger: Ledger) -> None
             stop.set()
 
     chain = FakeChain(before=stopping)
-    await asyncio.wait_for(serve(payer(ledger, chain), stop, poll_s=60.0), 10)
+    await asyncio.wait_for(serve(payer(ledger, chain), stop, poll_s=60.0), 120)
     assert state(ledger, claim) is ClaimState.CONFIRMED
 
 

@@ -161,7 +161,7 @@ class Running:
         self.clock = clock
         self.paths = paths
         self.url = f"http://127.0.0.1:{service.port}"
-        self.client = httpx.AsyncClient(base_url=self.url, trust_env=False)
+        self.client = httpx.AsyncClient(base_url=self.url, trust_env=False, timeout=120)
 
     @property
     def engine(self) -> ScriptedEngine:
@@ -180,7 +180,7 @@ class Running:
         return await self.client.post("/v1/chat/completions", json={"model": model, "messages": HELLO})
 
     async def until_health(self, status: int) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             while (await self.client.get("/v1/health")).status_code != status:
                 pass
 
@@ -217,7 +217,7 @@ async def running(
 
 async def test_it_serves_a_model_once_its_engine_is_loaded(tmp_path: Path, models: tuple[ServedModel, ...]) -> None:
     async with running(tmp_path, models[:1]) as gateway:
-        await asyncio.wait_for(gateway.engine.ready.wait(), 10)
+        await asyncio.wait_for(gateway.engine.ready.wait(), 120)
         (load,) = gateway.engine.loads
         assert (load["role"], load["model"], load["layers"]) == ("stage", MOE, [0, N_LAYER])
         assert (load["path"], load["dispatch_wire"], load["dispatch_timeout_s"]) == (models[0].path, "v3", 10.0)
@@ -234,25 +234,25 @@ async def test_it_serves_a_model_once_its_engine_is_loaded(tmp_path: Path, model
 
 async def test_an_engine_that_dies_is_503_until_it_is_back(tmp_path: Path, models: tuple[ServedModel, ...]) -> None:
     async with running(tmp_path, models[:1]) as gateway:
-        await asyncio.wait_for(gateway.engine.ready.wait(), 10)
+        await asyncio.wait_for(gateway.engine.ready.wait(), 120)
         gateway.engine.die()
         await gateway.until_health(503)
         reply = await gateway.chat(MOE)
         assert (reply.status_code, reply.json()["error"]["code"]) == (503, "ring_recovering")
         gateway.engine.revive.set()
-        await asyncio.wait_for(gateway.engine.ready.wait(), 10)
+        await asyncio.wait_for(gateway.engine.ready.wait(), 120)
         assert (await gateway.chat(MOE)).status_code == 200
 
 
 async def test_a_node_dials_in_and_its_bytes_reach_the_engine(tmp_path: Path, models: tuple[ServedModel, ...]) -> None:
     async with running(tmp_path, models[:1]) as gateway:
-        await asyncio.wait_for(gateway.engine.ready.wait(), 10)
+        await asyncio.wait_for(gateway.engine.ready.wait(), 120)
         async with gateway.worker() as connection:
-            preamble = await asyncio.wait_for(gateway.engine.preambles.get(), 10)
+            preamble = await asyncio.wait_for(gateway.engine.preambles.get(), 120)
             assert (preamble.kind, preamble.session, preamble.wallet) == (Kind.DISPATCH, "expert-w", ALICE.address)
             assert (preamble.layer, preamble.begin, preamble.end) == (1, 0, 8)
             await connection.send(b"request")
-            assert await asyncio.wait_for(connection.recv(), 10) == b"REQUEST"
+            assert await asyncio.wait_for(connection.recv(), 120) == b"REQUEST"
             listed = await gateway.client.get("/api/expert-relay/sessions", headers=gateway.service_header)
             (session,) = listed.json()["sessions"]
             assert (session["connected"], session["owner"]) == (True, ALICE.address)
@@ -263,13 +263,13 @@ async def test_work_is_settled_through_engine_restarts_and_at_the_end(
     tmp_path: Path, models: tuple[ServedModel, ...]
 ) -> None:
     async with running(tmp_path, models[:1]) as gateway:
-        await asyncio.wait_for(gateway.engine.ready.wait(), 10)
+        await asyncio.wait_for(gateway.engine.ready.wait(), 120)
         async with gateway.worker():
             gateway.engine.sessions = [entry("expert-w", ALICE.address, 100_000)]
             assert await gateway.service.settle() == 1000
             gateway.engine.die()
             gateway.engine.revive.set()
-            await asyncio.wait_for(gateway.engine.ready.wait(), 10)
+            await asyncio.wait_for(gateway.engine.ready.wait(), 120)
         async with gateway.worker():
             gateway.engine.sessions = [entry("expert-w", ALICE.address, 100_000)]  # the same number, counted anew
             assert await gateway.service.settle() == 1000
@@ -283,8 +283,14 @@ async def test_work_is_settled_through_engine_restarts_and_at_the_end(
 async def test_a_ring_answers_through_rank_0_and_its_stages_earn(
     tmp_path: Path, models: tuple[ServedModel, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvasir_console.node.gateway.backends.ENTRY_TIMEOUT_S", 0.1)
-    monkeypatch.setitem(RingBackend.__init__.__kwdefaults__, "recover_s", 0.5)
+    backends: list[RingBackend] = []
+
+    def patient(*arguments: Any) -> RingBackend:
+        backends.append(RingBackend(*arguments, recover_s=120.0))
+        return backends[-1]
+
+    monkeypatch.setattr("kvasir_console.node.gateway.backends.ENTRY_TIMEOUT_S", 120.0)
+    monkeypatch.setattr(service_module, "RingBackend", patient)
     async with running(tmp_path, models[1:]) as gateway:
         reply = await gateway.client.get("/v1/health")
         assert (reply.status_code, reply.json()["status"]) == (503, "unhealthy")
@@ -304,6 +310,8 @@ async def test_a_ring_answers_through_rank_0_and_its_stages_earn(
         assert await gateway.service.settle() == 2 * 6 * 10  # six rows a request, 1000 micro-units a row, 1/100 KVR
         earned = {account.wallet: account.credited_micro_kvr for account in gateway.service.ledger.accounts()}
         assert earned == {ALICE.address: 30, BOB.address: 90}  # one and three of four layers
+        monkeypatch.setattr("kvasir_console.node.gateway.backends.ENTRY_TIMEOUT_S", 0.1)
+        backends[0]._recover_s = 0.0  # nobody is expected back any more
         assert (await gateway.chat(DENSE)).status_code == 503
 
 
@@ -334,11 +342,11 @@ async def test_a_worker_that_goes_stale_is_cut_off(
 ) -> None:
     monkeypatch.setattr(service_module, "SWEEP_S", 0.01)
     async with running(tmp_path, models[:1]) as gateway:
-        await asyncio.wait_for(gateway.engine.ready.wait(), 10)
+        await asyncio.wait_for(gateway.engine.ready.wait(), 120)
         async with gateway.worker() as connection:
             gateway.clock.now += STALE_S + 1
             with pytest.raises(ConnectionClosed) as caught:
-                await asyncio.wait_for(connection.recv(), 10)
+                await asyncio.wait_for(connection.recv(), 120)
             assert caught.value.rcvd is not None
             assert caught.value.rcvd.code == 4404
 
@@ -347,30 +355,30 @@ async def test_a_session_ends_when_its_worker_reports_another_window(
     tmp_path: Path, models: tuple[ServedModel, ...]
 ) -> None:
     async with running(tmp_path, models[:1]) as gateway:
-        await asyncio.wait_for(gateway.engine.ready.wait(), 10)
+        await asyncio.wait_for(gateway.engine.ready.wait(), 120)
         async with gateway.worker() as connection:
-            await asyncio.wait_for(gateway.engine.preambles.get(), 10)
+            await asyncio.wait_for(gateway.engine.preambles.get(), 120)
             bearer = {"Authorization": f"Bearer {await gateway.token(ALICE)}"}
             body = {"worker_id": "w", "model": MOE, "segments": [[1, 0, 8]]}
             await gateway.client.post("/api/expert-coverage", json=body, headers=bearer)  # the same: it goes on
             await connection.send(b"still here")
-            assert await asyncio.wait_for(connection.recv(), 10) == b"STILL HERE"
+            assert await asyncio.wait_for(connection.recv(), 120) == b"STILL HERE"
             body["segments"] = [[2, 0, 8]]
             await gateway.client.post("/api/expert-coverage", json=body, headers=bearer)
             with pytest.raises(ConnectionClosed):
-                await asyncio.wait_for(connection.recv(), 10)
+                await asyncio.wait_for(connection.recv(), 120)
 
 
 async def test_an_engine_that_hangs_is_ended(
     tmp_path: Path, models: tuple[ServedModel, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvasir_console.node.gateway.trunk.READ_TIMEOUT_S", 0.01)
     monkeypatch.setattr(service_module, "READ_S", 0.01)
     async with running(tmp_path, models[:1]) as gateway:
-        await asyncio.wait_for(gateway.engine.ready.wait(), 10)
+        await asyncio.wait_for(gateway.engine.ready.wait(), 120)
         gateway.engine.revive.set()
         gateway.engine.silent = True
-        async with asyncio.timeout(10):
+        monkeypatch.setattr("kvasir_console.node.gateway.trunk.READ_TIMEOUT_S", 0.01)
+        async with asyncio.timeout(120):
             while gateway.engine.lives == 1:  # noqa: ASYNC110 - another task's doing
                 await asyncio.sleep(0.01)
         gateway.engine.silent = False
@@ -477,9 +485,9 @@ async def test_a_gateway_without_models_says_so_and_keeps_its_books(
 async def test_a_part_that_ends_is_seen(tmp_path: Path, models: tuple[ServedModel, ...]) -> None:
     async with running(tmp_path, models[:1]) as gateway:
         waiting = asyncio.create_task(gateway.service.wait())
-        await asyncio.wait_for(gateway.engine.ready.wait(), 10)
+        await asyncio.wait_for(gateway.engine.ready.wait(), 120)
         assert not waiting.done()
         (part,) = [task for task in asyncio.all_tasks() if task.get_name() == "gateway-settlement"]
         part.cancel()
         with pytest.raises((KvasirError, asyncio.CancelledError)):
-            await asyncio.wait_for(waiting, 10)
+            await asyncio.wait_for(waiting, 120)

@@ -93,8 +93,8 @@ async def test_a_slot_that_comes_in_the_moment_of_leaving_is_passed_on() -> None
     await _settle()
     await holder.__aexit__(None, None, None)  # the slot goes to the first ...
     leaving.cancel()  # ... who leaves before it could run
-    await asyncio.wait_for(waiting, 5)
-    async with asyncio.timeout(5), slots.hold():
+    await asyncio.wait_for(waiting, 120)
+    async with asyncio.timeout(120), slots.hold():
         assert slots.waiting == 0
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -294,11 +294,19 @@ async def told(
     return code, out or err
 
 
-async def test_the_command_tells_who_is_gone_who_is_awaited_and_what_moved_when(
-    gateway: Gateway, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TZ", "UTC")
+@pytest.fixture
+def utc(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with monkeypatch.context() as patched:
+        patched.setenv("TZ", "UTC")
+        time.tzset()
+        yield
     time.tzset()
+
+
+@pytest.mark.usefixtures("utc")
+async def test_the_command_tells_who_is_gone_who_is_awaited_and_what_moved_when(
+    gateway: Gateway, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     gateway.connected(ALICE)
     await gateway.standbys.look()
     gateway.clock.now += 12

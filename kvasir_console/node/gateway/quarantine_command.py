@@ -79,14 +79,16 @@ def _lift(book: Quarantines, arguments: argparse.Namespace) -> int:
         with controlling_terminal() as person:
             asked = require(person, "Lifting a quarantine", "To lift it without a question, add --yes.")
             asked.show(_described(mine))
-            asked.show("It may serve again and is checked fully at first; what was void stays void.")
+            asked.show("Who is let back is checked fully at first; what was void stays void.")
             if not confirm(asked, f"Lift {_counted(mine)}?"):
                 raise UsageError("not_lifted", "Nothing was lifted.")
     lifted = book.lift(wallet, worker, int(time.time()))
     if arguments.json:
         print(json.dumps({"lifted": [case.to_json() for case in lifted]}, indent=2))
     else:
-        print(f"{_described(lifted)}\nLifted: {_counted(lifted)}.")
+        if arguments.yes or lifted != mine:
+            print(_described(lifted))
+        print(f"Lifted: {_counted(lifted)}.")
     return ExitCode.OK
 
 

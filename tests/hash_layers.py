@@ -67,6 +67,8 @@ class Layers:
 class Inline:
     """Computes where it is asked, after a turn of the loop, so that frames and faults come in between."""
 
+    computing_s = 0.0
+
     async def run(self, function: Any) -> Any:
         await asyncio.sleep(0)
         return function()

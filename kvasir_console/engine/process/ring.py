@@ -251,7 +251,10 @@ class RingNode:
     def _look(self) -> None:
         """An edge came or went, or time has passed: see how the ring is, and tell the neighbours."""
         now, window = self._clock(), self.window
-        busy_s = 0.0 if self._frame_at is None else now - self._frame_at
+        if self.config.rank == 0:  # its steps are the pipeline's
+            busy_s = self._compute.computing_s
+        else:
+            busy_s = 0.0 if self._frame_at is None else now - self._frame_at
         work = Work(window.rows - window.recomputed_rows, window.recomputed_rows, busy_s)
         waiting = self.answers.waiting
         said = self.missing

@@ -118,8 +118,11 @@ class Wholeness:
         self._rank = rank
         self._size = size
         self._recover_s = recover_s
-        self._said = wire.Progress()
-        """The successor's last word; it outlives its edge."""
+        self._said: wire.Progress | None = None
+        """The successor's last word; it outlives its edge. ``None`` before the first: who has heard nothing tells
+        nothing, for the counts that come after it would pass for progress."""
+        self._now = wire.Progress()
+        """How far this rank and those behind it have come."""
 
     def heard(self, edge: Edge, frame: wire.Frame) -> None:
         """A neighbour's word of what lies behind it. It is looked at in turn: a peer may say it often."""
@@ -137,22 +140,26 @@ class Wholeness:
         """
         prev_ready = prev is not None and prev.ready
         next_ready = next_ is not None and next_.ready
-        if not next_ready:
+        if self._said is not None and not next_ready:
             self._said = replace(self._said, busy_ms=0)
         lost_behind = behind(self._rank, next_ready, next_.said if next_ else ())
         lost_before = before(self._rank, self._size, prev_ready, prev.said if prev else ())
         self.lost = lost_behind | lost_before
+        last = self._rank == self._size - 1
         if self._rank == 0:  # what is told ends here
-            self.patience.look(now, self._said, whole=not self.lost, waiting=waiting)
+            self._now = progress(0, work, self._said or wire.Progress())
+            self.patience.look(now, self._now, whole=not self.lost, waiting=waiting)
             return
         for edge, tell in ((prev, lost_behind), (next_, lost_before)):
             if edge is not None and edge.ready and edge.told != tell:
                 edge.told = tell
                 edge.say(wire.encode_lost(epoch, tell))
-        mine = progress(self._rank, work, self._said if self._rank < self._size - 1 else None)
-        if prev is not None and prev_ready and prev.told_progress != mine:
-            prev.told_progress = mine
-            prev.say(wire.encode_progress(epoch, mine))
+        if self._said is None and not last:
+            return
+        self._now = progress(self._rank, work, None if last else self._said)
+        if prev is not None and prev_ready and prev.told_progress != self._now:
+            prev.told_progress = self._now
+            prev.say(wire.encode_progress(epoch, self._now))
 
     @property
     def spent(self) -> bool:
@@ -171,8 +178,8 @@ class Wholeness:
             return describe(self.lost, self._rank, self._size)
         if not self.patience.stalled:
             return ""
-        if self._said.busy_ms > STUCK_S * 1e3:
-            return f"rank {self._said.rank} does not come to the end of a step"
+        if self._now.busy_ms > STUCK_S * 1e3:
+            return f"rank {self._now.rank} does not come to the end of a step"
         return "rows go into the ring and nothing comes out of it"
 
     def as_fields(self) -> dict[str, Any]:

@@ -23,6 +23,8 @@ from engines import until
 class Stuck:
     """A compute thread that is at work for as long as the test lasts."""
 
+    computing_s = 0.0
+
     def __init__(self) -> None:
         self.begun = asyncio.Event()
 

@@ -219,6 +219,53 @@ def test_a_word_outlives_its_edge_but_nobody_is_busy_behind_one_that_is_lost() -
     assert whole.spent
 
 
+class Told:
+    """An edge that is joined, and what was said on it."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.ready = name, True
+        self.said: frozenset[int] = frozenset()
+        self.told: frozenset[int] = frozenset()
+        self.told_progress: Progress | None = None
+        self.progress: list[Progress] = []
+
+    def say(self, frame: wire.Frame) -> None:
+        if frame.kind is wire.FrameKind.PROGRESS:
+            self.progress.append(wire.decode_progress(frame, 3))
+
+
+def test_a_middle_rank_that_is_started_again_and_again_is_no_progress() -> None:
+    seen, last = Waiting(), wire.encode_progress(1, Progress(fresh=500, rank=2))
+    seen.said = Progress(fresh=500)
+    seen.see(0.5)
+    for _ in range(24):
+        middle = Wholeness(1, 3, 120.0, 0.0)
+        prev: Any = Told("prev")
+        next_: Any = Told("next")
+        seen.see(5, whole=False)
+        middle.look(seen.now, prev, None, Work(), waiting=False, epoch=1)
+        middle.look(seen.now, prev, next_, Work(), waiting=False, epoch=1)
+        middle.heard(next_, last)
+        middle.look(seen.now, prev, next_, Work(again=1), waiting=False, epoch=1)
+        for seen.said in prev.progress:
+            seen.see(1)
+        assert seen.said.fresh == 500
+    assert seen.patience.spent_s == 120.0
+
+
+def test_a_step_of_rank_0_itself_may_take_as_long_as_one_of_any_other() -> None:
+    whole = Wholeness(0, 3, 120.0, 0.0)
+    prev: Any = Told("prev")
+    next_: Any = Told("next")
+    for second in range(int(STUCK_S)):
+        whole.look(float(second), prev, next_, Work(busy_s=float(second)), waiting=True, epoch=1)
+        assert (whole.missing, whole.patience.spent_s) == ("", 0.0)
+    for second in range(int(STUCK_S), int(STUCK_S) + 125):
+        whole.look(float(second), prev, next_, Work(busy_s=float(second)), waiting=True, epoch=1)
+    assert whole.missing == "rank 0 does not come to the end of a step"
+    assert whole.spent
+
+
 class Stuck:
     """Never comes to an end of what it computes."""
 
@@ -227,6 +274,24 @@ class Stuck:
 
     def freed(self) -> None:
         pass
+
+
+def test_a_step_that_rank_0_computes_is_counted_for_as_long_as_it_computes() -> None:
+    async def tried() -> None:
+        network = Network()
+        for edge in range(SIZE):
+            await network.join(edge)
+        first = network.nodes[0]
+        await until(lambda: first.ready and not first.missing)
+        first._compute.computing_s = 301.0  # type: ignore[misc]
+        first.answers.expect(1, 1, 1, 1)
+        first._whole.patience._grace_s = 0.0
+        await until(lambda: first.missing == "rank 0 does not come to the end of a step")
+        first._compute.computing_s = 299.0  # type: ignore[misc]
+        await until(lambda: first.missing == "")
+        await network.close()
+
+    asyncio.run(tried())
 
 
 @pytest.mark.parametrize(

@@ -109,8 +109,8 @@ class Compute:
         self._more.shutdown(wait=False, cancel_futures=True)
 
     def _begin(self) -> None:
+        self._began = time.monotonic()  # first: ``computing_s`` may be asked in between
         self._busy = True
-        self._began = time.monotonic()
 
     def _hire(self) -> None:
         """See that somebody does the work that waits. Called with the turn's lock."""

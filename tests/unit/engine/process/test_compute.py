@@ -58,6 +58,31 @@ async def test_how_long_work_has_computed_does_not_count_what_it_waits(compute: 
     await running
 
 
+async def test_work_that_begins_after_a_pause_has_never_computed_for_as_long_as_the_pause(
+    compute: Compute, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever asks may do so at any moment: the clock is where another thread may have its turn."""
+    seen: list[float] = []
+
+    class Clock:
+        now = 0.0
+        asked = False
+
+        def monotonic(self) -> float:
+            if not self.asked:
+                self.asked = True
+                seen.append(compute.computing_s)
+                self.asked = False
+            return self.now
+
+    clock = Clock()
+    monkeypatch.setattr("kvasir_console.engine.process.compute.time", clock)
+    for clock.now in (0.0, 1000.0, 2000.0):
+        await compute.run(lambda: None)
+    assert len(seen) >= 3
+    assert max(seen) == 0.0
+
+
 async def test_work_that_comes_as_other_work_ends_stays_on_the_thread(compute: Compute) -> None:
     async def one_by_one() -> set[int]:
         return {await compute.run(threading.get_ident) for _ in range(300)}

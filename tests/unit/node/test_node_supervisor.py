@@ -10,6 +10,8 @@ import sys
 import textwrap
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -328,6 +330,38 @@ async def test_an_engine_that_answers_and_is_stuck_in_a_step_is_replaced_and_its
     await until(lambda: len(under.clients) == 2)
     assert under.reasons == ["engine e did not come to the end of a step in 300 s and was stopped."]
     assert "most recent call first" in log_file.read_text()
+
+
+@pytest.mark.parametrize("awake_s", [250.0, 1000.0], ids=["a long step", "a step without an end"])
+async def test_a_pause_of_the_whole_machine_is_no_time_that_an_engine_computed(runtime, log_file, monkeypatch, awake_s):
+    """Both were stopped for an hour in the middle of a step, which goes on for ``awake_s`` afterwards."""
+    now, woken, slept = 0.0, 3600.0, 0.0
+
+    async def sleep(seconds: float) -> None:
+        nonlocal now, slept
+        slept += seconds
+        now += seconds + (woken if now < 20.0 <= now + seconds else 0.0)
+        if slept > 2000.0:
+            raise asyncio.CancelledError
+
+    class Client:
+        async def stats(self) -> dict[str, float]:
+            return {"computing_s": now if slept < awake_s else 0.0}
+
+    client: Any = Client()
+    watch = Engine("e", runtime, log_file, EngineConfig(), lambda _: asyncio.sleep(0))._watch(client)
+    monkeypatch.setattr(supervisor, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(supervisor.asyncio, "sleep", sleep)
+    try:
+        reason = await watch
+    except asyncio.CancelledError:
+        reason = ""
+    monkeypatch.undo()
+    if awake_s < 300:
+        assert reason == ""
+    else:
+        assert reason.startswith("engine e did not come to the end of a step in 300 s")
+        assert 300 <= slept < 350
 
 
 async def test_the_end_of_supervision_is_the_end_of_the_engine(runtime, log_file):

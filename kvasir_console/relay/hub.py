@@ -133,14 +133,17 @@ class Hub:
             (wallet, key) of those. When such a session dials again, it goes on from the books.
         """
         over, before = len(self._tallies) - MAX_TALLIES, self._now() - QUIET_S
-        if self.books is None or over <= 0:
+        if self.books is None:
             return []
-        quiet = (tally for tally in self._tallies.values() if not tally.connected and tally.closed_at <= before)
-        gone = [tally for tally in sorted(quiet, key=lambda tally: tally.closed_at) if written(tally)][:over]
+        gone: list[Tally] = []
+        if over > 0:
+            quiet = (tally for tally in self._tallies.values() if not tally.connected and tally.closed_at <= before)
+            gone = [tally for tally in sorted(quiet, key=lambda tally: tally.closed_at) if written(tally)][:over]
         for tally in gone:
             del self._tallies[tally.wallet, tally.key]
-        for wallet in {tally.wallet for tally in gone} - {wallet for wallet, _ in self._tallies}:
-            self._names.pop(wallet, None)
+        # Names are in the books too; a wallet that was only refused has nothing else here.
+        here = {wallet for wallet, _ in self._tallies} | {each.admission.wallet for each in self._live.values()}
+        self._names = {wallet: names for wallet, names in self._names.items() if wallet in here}
         return [(tally.wallet, tally.key) for tally in gone]
 
     async def close_sessions(

@@ -268,6 +268,13 @@ async def test_the_memory_holds_so_many_sessions_and_the_books_hold_the_others(n
         assert hub.trim(books.has) == [(WALLET, "three")]
         async with RawClient.open(port, expert_target("four")) as client:
             assert (await client.receive_close())[0] == 4403
+        # Nor are the names kept of a wallet that is only turned away: they are in the books.
+        books.states |= {("third", name): {} for name in ("1", "2", "3")}
+        table.expert("seventh", runtime / "e.data", wallet="third")
+        async with RawClient.open(port, expert_target("seventh")) as client:
+            assert (await client.receive_close())[0] == 4403
+        assert hub.trim(books.has) == []
+        assert set(hub._names) == {WALLET, "another"}
         # Rather nobody is served than somebody whose counts begin anew.
         books.readable = False
         async with RawClient.open(port, expert_target("two")) as client:

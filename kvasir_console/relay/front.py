@@ -160,9 +160,11 @@ class Front:
         reader = asyncio.StreamReader(limit=self._head_bytes)
         protocol = asyncio.StreamReaderProtocol(reader)
         loop = asyncio.get_running_loop()
-        handshake: dict[str, Any] = {"ssl_handshake_timeout": self._head_timeout_s} if self._tls is not None else {}
+        limits: dict[str, Any] = {}
+        if self._tls is not None:  # its goodbye comes after all that is buffered
+            limits = {"ssl_handshake_timeout": self._head_timeout_s, "ssl_shutdown_timeout": self._stall_timeout_s}
         try:
-            transport, _ = await loop.connect_accepted_socket(lambda: protocol, sock, ssl=self._tls, **handshake)
+            transport, _ = await loop.connect_accepted_socket(lambda: protocol, sock, ssl=self._tls, **limits)
         except OSError as error:
             _log.debug("no TLS with %s: %s", peer, error)
             sock.close()
@@ -208,7 +210,7 @@ class Front:
         close_s = self._stall_timeout_s if whole else self._linger_s
         if not requests.idle:
             await finish(reader, writer, linger_s=self._linger_s, close_s=close_s)
-        await close_writer(writer, close_s)
+        await close_writer(writer, close_s, goodbye_s=self._linger_s)
 
     async def _open_gateway(self) -> LocalEnd | StreamEnd:
         if isinstance(self._gateway, Path):

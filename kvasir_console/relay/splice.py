@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import socket
+import termios
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, Protocol
@@ -155,14 +157,36 @@ async def race(*parts: Coroutine[Any, Any, Any]) -> int:
     return winner
 
 
-async def close_writer(writer: asyncio.StreamWriter, timeout_s: float = 1.0) -> None:
-    """Close, giving buffered bytes ``timeout_s`` to leave; then cut the connection off."""
+async def close_writer(writer: asyncio.StreamWriter, timeout_s: float = 1.0, *, goodbye_s: float | None = None) -> None:
+    """Close, giving buffered bytes ``timeout_s`` to leave; then cut the connection off.
+
+    With ``goodbye_s`` a peer that has taken all of them has only so long to close too: TLS waits for that, and whoever
+    keeps a connection for later does not read it.
+    """
     writer.close()
+    loop = asyncio.get_running_loop()
+    over_at = loop.time() + timeout_s
+    gone = asyncio.ensure_future(writer.wait_closed())
     try:
-        async with asyncio.timeout(timeout_s):
-            await writer.wait_closed()
-    except OSError:  # a timeout is one too
-        writer.transport.abort()
+        while (left_s := over_at - loop.time()) > 0:
+            await asyncio.wait([gone], timeout=left_s if goodbye_s is None else min(left_s, goodbye_s))
+            if gone.done() or (goodbye_s is not None and _all_taken(writer)):
+                break
+    finally:
+        if not gone.done():
+            writer.transport.abort()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await asyncio.gather(gone, return_exceptions=True)
+
+
+def _all_taken(writer: asyncio.StreamWriter) -> bool:
+    """Whether the peer's kernel has every byte that was written, as far as this system can say."""
+    try:
+        descriptor = writer.get_extra_info("socket").fileno()
+        return fcntl.ioctl(descriptor, termios.TIOCOUTQ, bytes(4)) == bytes(4)
+    except (AttributeError, OSError, ValueError):
+        return False
 
 
 async def finish(
@@ -183,4 +207,4 @@ async def finish(
                 pass
     except OSError:  # a timeout is one too
         pass
-    await close_writer(writer, linger_s if close_s is None else close_s)
+    await close_writer(writer, linger_s if close_s is None else close_s, goodbye_s=linger_s)

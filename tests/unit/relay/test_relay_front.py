@@ -432,6 +432,28 @@ async def test_a_connection_ends_when_the_gateway_has_closed_it(runtime, ends):
     server.close()
 
 
+async def test_a_client_that_keeps_a_connection_it_does_not_read_holds_no_place(runtime, ends):
+    """As clients with a pool do: what the gateway closed is found closed when it is used the next time."""
+    server = await answering(runtime / "http.sock", b"hello")
+    async with Front(Hub(Table()), runtime / "http.sock", port=0, tls=ends[0], linger_s=0.1) as front:
+        with await asyncio.to_thread(_pooled, front.port, ends[1]):
+            # TLS alone would wait for its goodbye for 30 s.
+            await asyncio.wait_for(until(lambda: front.connections == 0), 10)
+    server.close()
+
+
+def _pooled(port, tls):
+    """A connection that was answered, and is not read any more."""
+    sock = socket.create_connection(("127.0.0.1", port))
+    if tls is not None:
+        sock = tls.wrap_socket(sock, server_hostname="127.0.0.1")
+    sock.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+    answer = b""
+    while not answer.endswith(b"hello"):
+        answer += sock.recv(4096)
+    return sock
+
+
 async def test_a_client_that_is_gone_before_the_gateway_closes_is_no_failure(runtime, ends, caplog):
     closing = asyncio.Event()
     server = await answering(runtime / "http.sock", b"hello", closing)
@@ -450,6 +472,7 @@ async def test_a_client_that_is_gone_before_the_gateway_closes_is_no_failure(run
 async def test_the_end_of_an_answer_is_not_cut_off_for_a_slow_client(runtime, monkeypatch, ends):
     # Small kernel buffers, so that the front itself still holds a part when the gateway has closed.
     monkeypatch.setattr(front_module, "_keep_alive", lambda sock: _small_buffer(sock, socket.SO_SNDBUF))
+    monkeypatch.setattr("asyncio.constants.SSL_SHUTDOWN_TIMEOUT", 0.1)  # 30 s, and a client may stall for 120 s
     body = random.Random(4).randbytes(60_000)
     closed = asyncio.Event()
 
@@ -462,18 +485,29 @@ async def test_the_end_of_an_answer_is_not_cut_off_for_a_slow_client(runtime, mo
 
     server = await asyncio.start_unix_server(gateway, runtime / "http.sock")
     async with Front(Hub(Table()), runtime / "http.sock", port=0, tls=ends[0], linger_s=0.05) as front:
-        sock = socket.socket()
-        _small_buffer(sock, socket.SO_RCVBUF)
-        sock.connect(("127.0.0.1", front.port))
-        host = None if ends[1] is None else "127.0.0.1"
-        reader, writer = await asyncio.open_connection(sock=sock, limit=1024, ssl=ends[1], server_hostname=host)
-        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        sock = await asyncio.to_thread(_asking, front.port, ends[1])
         await asyncio.wait_for(closed.wait(), TIMEOUT_S)
         await asyncio.sleep(0.3)  # longer than the front lingers
-        answer = await asyncio.wait_for(reader.read(), TIMEOUT_S)
-        writer.close()
+        answer = await asyncio.to_thread(_rest_of, sock)
     server.close()
     assert answer.partition(b"\r\n\r\n")[2] == body
+
+
+def _asking(port, tls):
+    """A connection that asked and has not read yet: a blocking one, since asyncio's TLS reads ahead."""
+    sock = socket.socket()
+    _small_buffer(sock, socket.SO_RCVBUF)
+    sock.settimeout(TIMEOUT_S)
+    sock.connect(("127.0.0.1", port))
+    if tls is not None:
+        sock = tls.wrap_socket(sock, server_hostname="127.0.0.1")
+    sock.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+    return sock
+
+
+def _rest_of(sock):
+    with sock, sock.makefile("rb") as file:
+        return file.read()
 
 
 def _small_buffer(sock, which):

@@ -15,7 +15,7 @@ of it still hold against the session is lifted with that case, or it would be a 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from typing import Any
@@ -23,6 +23,7 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
+from kvasir_console.errors import LedgerError
 from kvasir_console.node.gateway.store import Store
 from kvasir_console.node.gateway.tables import counters, meter, quarantines, stage_reports
 from kvasir_console.relay.wire.stage_report import StageReport
@@ -99,10 +100,24 @@ class Quarantines:
         with self._store.read() as connection:
             return (*_open(connection, wallet, worker_id), *_unlisted(connection, wallet, worker_id))
 
-    def lift(self, wallet: str, worker_id: str, now: int) -> tuple[Case, ...]:
-        """Lift every case of a worker, or without one of every worker of the wallet; which those were."""
+    def lift(self, wallet: str, worker_id: str, now: int, shown: Iterable[Case] | None = None) -> tuple[Case, ...]:
+        """Lift every case of a worker, or without one of every worker of the wallet; which those were.
+
+        Args:
+            shown: what a person agreed to, if one was asked. More of the same (another conviction of a session by whom
+                it was caught before) is lifted with it.
+
+        Raises:
+            LedgerError: ``quarantine_changed``; something else came since. Nothing is lifted.
+        """
         with self._store.write() as connection:
             found, more = _open(connection, wallet, worker_id), _unlisted(connection, wallet, worker_id)
+            if shown is not None and not {*map(_subject, (*found, *more))} <= {*map(_subject, shown)}:
+                raise LedgerError(
+                    "quarantine_changed",
+                    "Another case came while you were asked. Nothing was lifted.",
+                    "Look again, then answer.",
+                )
             named = _of(wallet, worker_id)
             connection.execute(
                 quarantines.update().where(*named, quarantines.c.lifted_at.is_(None)).values(lifted_at=now)
@@ -110,6 +125,11 @@ class Quarantines:
             for case in more:
                 connection.execute(quarantines.insert().values(**asdict(replace(case, lifted_at=now))))
         return (*found, *more)
+
+
+def _subject(case: Case) -> tuple[str, ...]:
+    """Who holds something against whom."""
+    return case.wallet, case.worker_id, case.caught_by, case.session
 
 
 def case_of(report: StageReport, signature: str, worker_id: str, at: int) -> Case:

@@ -118,10 +118,8 @@ class Quarantines:
                     "Another case came while you were asked. Nothing was lifted.",
                     "Look again, then answer.",
                 )
-            named = _of(wallet, worker_id)
-            connection.execute(
-                quarantines.update().where(*named, quarantines.c.lifted_at.is_(None)).values(lifted_at=now)
-            )
+            for case in found:  # these, and none that another gateway enters meanwhile
+                connection.execute(quarantines.update().where(*_same(case)).values(lifted_at=now))
             for case in more:
                 connection.execute(quarantines.insert().values(**asdict(replace(case, lifted_at=now))))
         return (*found, *more)
@@ -211,9 +209,7 @@ def _open_by_stage(connection: Connection, case: Case) -> bool:
 
 
 def _standing(connection: Connection, case: Case) -> Standing | None:
-    names = ("caught_by", "run_id", "session", "number")
-    key = (quarantines.c[name] == getattr(case, name) for name in names)
-    query = sa.select(quarantines.c.lifted_at).where(*_of(case.wallet, case.worker_id), *key)
+    query = sa.select(quarantines.c.lifted_at).where(*_same(case))
     row = connection.execute(query).one_or_none()
     if row is None:
         return None
@@ -242,6 +238,10 @@ def _of(wallet: str, worker_id: str) -> Sequence[sa.ColumnElement[bool]]:
     """Cases of a worker, or without one of every worker of the wallet."""
     mine = quarantines.c.wallet == wallet
     return (mine, quarantines.c.worker_id == worker_id) if worker_id else (mine,)
+
+
+def _same(case: Case) -> list[sa.ColumnElement[bool]]:
+    return [column == getattr(case, column.name) for column in quarantines.primary_key]
 
 
 def _case(row: sa.Row[Any]) -> Case:

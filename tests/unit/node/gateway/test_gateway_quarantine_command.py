@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import sqlalchemy as sa
 from gateway_parts import ALICE, BOB, CAROL, NOW
 
 from kvasir_console import cli
@@ -15,6 +16,8 @@ from kvasir_console.node.gateway import quarantine_command
 from kvasir_console.node.gateway.quarantine import Case, Quarantines
 from kvasir_console.node.gateway.store import Store
 from kvasir_console.paths import Paths
+
+from postgresql_server import PostgresqlServer
 
 
 @pytest.fixture
@@ -108,6 +111,25 @@ def test_what_came_after_the_question_was_shown_is_not_lifted_unseen(
     assert CAROL.address in person.shown
     assert (code, out.startswith("Lifted: 3 cases of")) == (ExitCode.OK, True)
     assert book.cases() == ()
+
+
+def test_a_case_that_a_gateway_enters_during_a_lift_is_not_lifted_unlisted(postgresql: PostgresqlServer) -> None:
+    url = postgresql.url()
+    mine, theirs = Store.open(url), Store.open(url)
+    first, late = (Case(ALICE.address, name, "", "engine:moe:1", f"expert-{name}", 1, int(NOW)) for name in ("a", "b"))
+
+    def enter(_connection: object, _cursor: object, statement: str, *_: object) -> None:
+        if statement.startswith("UPDATE quarantines"):
+            Quarantines(theirs).catch(late)
+
+    try:
+        Quarantines(mine).catch(first)
+        sa.event.listen(mine._engine, "before_cursor_execute", enter)
+        assert Quarantines(mine).lift(ALICE.address, "", int(NOW)) == (first,)
+        assert Quarantines(theirs).cases() == (late,)
+    finally:
+        mine.close()
+        theirs.close()
 
 
 def test_without_a_gateways_database_that_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

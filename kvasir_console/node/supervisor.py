@@ -245,13 +245,15 @@ class Engine:
 
     async def _watch(self, client: EngineClient) -> str:
         """Returns, with the reason, once an engine that still runs can no longer be talked to."""
+        was_stuck = False
         while True:
             await asyncio.sleep(WATCH_S)
             try:
                 async with asyncio.timeout(HANG_S):
-                    computing_s = (await client.stats()).get("computing_s", 0.0)
-                if computing_s > STUCK_S:
+                    stuck = (await client.stats()).get("computing_s", 0.0) > STUCK_S
+                if stuck and was_stuck:  # once may be a whole machine that stood still, and goes on now
                     return f"engine {self.name} did not come to the end of a step in {STUCK_S:g} s and was stopped."
+                was_stuck = stuck
             except TimeoutError:
                 return f"engine {self.name} answered nothing for {HANG_S:g} s and was stopped."
             except KvasirError as error:

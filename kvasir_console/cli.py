@@ -232,7 +232,7 @@ def _quarantine_parser(parser: argparse.ArgumentParser) -> None:
     listing.add_argument("--all", action="store_true", help="those too that were lifted")
     lift = commands.add_parser("lift", help="let a worker serve again; what was void stays void")
     lift.add_argument("wallet", help="the worker's wallet, as list prints it")
-    lift.add_argument("worker", nargs="?", default="", help="its worker id, as list prints it (left out: all of them)")
+    lift.add_argument("worker", nargs="?", help="its worker id, as list prints it (left out: all of them)")
     lift.add_argument("--yes", action="store_true", help="do not ask before it is lifted")
     for each in (listing, lift):
         _json_option(each)

@@ -1,7 +1,7 @@
 """The node's own socket: a console attaches to a running node, a script asks it for its state.
 
 Only this user can reach it (a 0600 socket in a 0700 directory, and both ends look who the other is). Verbs: ``status``,
-``claim``, ``unlock``, ``lock``, ``stop``.
+``claim``, ``unlock``, ``lock``, ``stop``, and ``differ`` (``overrides``).
 """
 
 from __future__ import annotations

@@ -27,9 +27,15 @@ def verbs(config: Config) -> dict[str, Handler]:
         asked = message.get("settings")
         if not isinstance(asked, dict) or len(asked) > MAX_ASKED:
             raise UsageError("missing_field", f"settings is needed: at most {MAX_ASKED} names with their values.")
-        return {"differ": [name for name, value in asked.items() if value_of(config, name) != value]}
+        return {"differ": [name for name, value in asked.items() if _told(config, name) != value]}
 
     return {"differ": differ}
+
+
+def _told(config: Config, name: str) -> Any:
+    """A setting as a message can carry it: a path need not be UTF-8, a message has to."""
+    value = value_of(config, name)
+    return value.encode(errors="backslashreplace").decode() if isinstance(value, str) else value
 
 
 async def without_effect(client: AdminClient, config: Config, names: Iterable[str]) -> tuple[str, ...]:
@@ -40,7 +46,7 @@ async def without_effect(client: AdminClient, config: Config, names: Iterable[st
     Raises:
         KvasirError: the node is not there, or fails at it.
     """
-    asked = {name: value_of(config, name) for name in names}
+    asked = {name: _told(config, name) for name in names}
     if not asked:
         return ()
     try:

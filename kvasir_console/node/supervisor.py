@@ -245,7 +245,7 @@ class Engine:
 
     async def _watch(self, client: EngineClient) -> str:
         """Returns, with the reason, once an engine that still runs can no longer be talked to, or is stuck."""
-        paused_s = 0.0  # of the step that is computed: a machine that stood still computed nothing
+        paused_s, was_stuck = 0.0, False  # a machine that stood still computed nothing
         while True:
             asleep = time.monotonic()
             await asyncio.sleep(WATCH_S)
@@ -253,9 +253,11 @@ class Engine:
             try:
                 async with asyncio.timeout(HANG_S):
                     computing_s = (await client.stats()).get("computing_s", 0.0)
-                paused_s = min(paused_s + (late_s if late_s > WATCH_S else 0.0), computing_s)
-                if computing_s - paused_s > STUCK_S:
+                paused_s = min(paused_s + (late_s if late_s > HANG_S else 0.0), computing_s)
+                stuck = computing_s - paused_s > STUCK_S
+                if stuck and was_stuck:  # once may be a whole machine that stood still meanwhile, and goes on now
                     return f"engine {self.name} did not come to the end of a step in {STUCK_S:g} s and was stopped."
+                was_stuck = stuck
             except TimeoutError:
                 return f"engine {self.name} answered nothing for {HANG_S:g} s and was stopped."
             except KvasirError as error:

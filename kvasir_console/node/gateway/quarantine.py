@@ -15,7 +15,7 @@ of it still hold against the session is lifted with that case, or it would be a 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from typing import Any
@@ -23,6 +23,7 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
+from kvasir_console.errors import LedgerError
 from kvasir_console.node.gateway.store import Store
 from kvasir_console.node.gateway.tables import counters, meter, quarantines, stage_reports
 from kvasir_console.relay.wire.stage_report import StageReport
@@ -99,17 +100,34 @@ class Quarantines:
         with self._store.read() as connection:
             return (*_open(connection, wallet, worker_id), *_unlisted(connection, wallet, worker_id))
 
-    def lift(self, wallet: str, worker_id: str, now: int) -> tuple[Case, ...]:
-        """Lift every case of a worker, or without one of every worker of the wallet; which those were."""
+    def lift(self, wallet: str, worker_id: str, now: int, shown: Iterable[Case] | None = None) -> tuple[Case, ...]:
+        """Lift every case of a worker, or without one of every worker of the wallet; which those were.
+
+        Args:
+            shown: what a person agreed to, if one was asked. More of the same (another conviction of a session by whom
+                it was caught before) is lifted with it.
+
+        Raises:
+            LedgerError: ``quarantine_changed``; something else came since. Nothing is lifted.
+        """
         with self._store.write() as connection:
             found, more = _open(connection, wallet, worker_id), _unlisted(connection, wallet, worker_id)
-            named = _of(wallet, worker_id)
-            connection.execute(
-                quarantines.update().where(*named, quarantines.c.lifted_at.is_(None)).values(lifted_at=now)
-            )
+            if shown is not None and not {*map(_subject, (*found, *more))} <= {*map(_subject, shown)}:
+                raise LedgerError(
+                    "quarantine_changed",
+                    "Another case came while you were asked. Nothing was lifted.",
+                    "Look again, then answer.",
+                )
+            for case in found:  # these, and none that another gateway enters meanwhile
+                connection.execute(quarantines.update().where(*_same(case)).values(lifted_at=now))
             for case in more:
                 connection.execute(quarantines.insert().values(**asdict(replace(case, lifted_at=now))))
         return (*found, *more)
+
+
+def _subject(case: Case) -> tuple[str, ...]:
+    """Who holds something against whom."""
+    return case.wallet, case.worker_id, case.caught_by, case.session
 
 
 def case_of(report: StageReport, signature: str, worker_id: str, at: int) -> Case:
@@ -191,9 +209,7 @@ def _open_by_stage(connection: Connection, case: Case) -> bool:
 
 
 def _standing(connection: Connection, case: Case) -> Standing | None:
-    names = ("caught_by", "run_id", "session", "number")
-    key = (quarantines.c[name] == getattr(case, name) for name in names)
-    query = sa.select(quarantines.c.lifted_at).where(*_of(case.wallet, case.worker_id), *key)
+    query = sa.select(quarantines.c.lifted_at).where(*_same(case))
     row = connection.execute(query).one_or_none()
     if row is None:
         return None
@@ -222,6 +238,10 @@ def _of(wallet: str, worker_id: str) -> Sequence[sa.ColumnElement[bool]]:
     """Cases of a worker, or without one of every worker of the wallet."""
     mine = quarantines.c.wallet == wallet
     return (mine, quarantines.c.worker_id == worker_id) if worker_id else (mine,)
+
+
+def _same(case: Case) -> list[sa.ColumnElement[bool]]:
+    return [column == getattr(case, column.name) for column in quarantines.primary_key]
 
 
 def _case(row: sa.Row[Any]) -> Case:

@@ -66,7 +66,9 @@ def describe(case: Case) -> list[str]:
 
 
 def _lift(book: Quarantines, arguments: argparse.Namespace) -> int:
-    wallet, worker = arguments.wallet, arguments.worker
+    if arguments.worker == "":  # a script's variable that is not set must not lift them all
+        raise UsageError("no_worker", "The worker id is empty.", "To lift all of the wallet, leave it out.")
+    wallet, worker = arguments.wallet, arguments.worker or ""
     mine = book.against(wallet, worker)
     if not mine:
         who = f"No worker {worker} of {wallet}" if worker else f"No worker of {wallet}"
@@ -82,7 +84,7 @@ def _lift(book: Quarantines, arguments: argparse.Namespace) -> int:
             asked.show("Who is let back is checked fully at first; what was void stays void.")
             if not confirm(asked, f"Lift {_counted(mine)}?"):
                 raise UsageError("not_lifted", "Nothing was lifted.")
-    lifted = book.lift(wallet, worker, int(time.time()))
+    lifted = book.lift(wallet, worker, int(time.time()), None if arguments.yes else mine)
     if arguments.json:
         print(json.dumps({"lifted": [case.to_json() for case in lifted]}, indent=2))
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -54,6 +55,15 @@ async def test_variables_are_named_as_they_were_set(runtime: Path) -> None:
     env = {"KVASIR_NODE_NAME": "box", "KVASIR_NODE_MAX_EXPERTS": "9", "KVASIR_HOME": "/x", "KVASIR_GATEWAY_PORT": "1"}
     async with running(runtime) as client:
         assert await overrides.ignored_environment(client, config.load(None, env), env) == ("KVASIR_NODE_MAX_EXPERTS",)
+
+
+async def test_a_path_that_is_not_utf_8_is_compared_like_any_other(runtime: Path) -> None:
+    env = {"KVASIR_NETWORK_CA_FILE": os.fsdecode(b"/home/j\xe9r/ca.pem")}  # as the environment gives it
+    given = config.load(None, env)
+    async with running(runtime, overrides.verbs(given)) as client:
+        assert await overrides.ignored_environment(client, given, env) == ()
+    async with running(runtime) as client:
+        assert await overrides.ignored_environment(client, given, env) == ("KVASIR_NETWORK_CA_FILE",)
 
 
 async def test_a_node_that_cannot_be_asked_follows_none_of_them(runtime: Path) -> None:

@@ -26,10 +26,10 @@ import asyncio, faulthandler, os, signal, sys
 from pathlib import Path
 from kvasir_console.relay.wire import control
 faulthandler.register(signal.SIGUSR1)
-computing_s = 0.0
+computing_s, once, looks = 0.0, False, 0
 options = dict(zip(sys.argv[1::2], sys.argv[2::2]))
 async def serve(reader, writer):
-    global computing_s
+    global computing_s, once, looks
     while True:
         message = await control.read_message(reader)
         match message["verb"]:
@@ -37,10 +37,17 @@ async def serve(reader, writer):
                 os.kill(os.getpid(), signal.SIGKILL)
             case "stick":
                 computing_s = 301.0
+            case "stick once":
+                computing_s, once, looks = 301.0, True, 0
+            case "stats":
+                looks += 1
             case "close":
                 server.close(); writer.close(); os.unlink(path)
                 await asyncio.Event().wait()
-        await control.write_message(writer, control.reply(message, options=options, computing_s=computing_s))
+        answer = control.reply(message, options=options, computing_s=computing_s, looks=looks)
+        if once and message["verb"] == "stats":
+            computing_s, once = 0.0, False
+        await control.write_message(writer, answer)
 async def main():
     global server, path
     path = Path(options["--runtime"]) / (options["--name"] + ".ctl")
@@ -362,6 +369,19 @@ async def test_a_pause_of_the_whole_machine_is_no_time_that_an_engine_computed(r
     else:
         assert reason.startswith("engine e did not come to the end of a step in 300 s")
         assert 300 <= slept < 350
+
+
+async def test_a_machine_that_stood_still_for_long_does_not_cost_an_engine(supervised, monkeypatch):
+    """The first look after a pause finds a step that is older than the pause."""
+    monkeypatch.setattr(supervisor, "WATCH_S", 0.02)
+    under = supervised(FAKE_ENGINE)
+    await until(lambda: under.clients)
+    await under.clients[0].call("stick once")
+    looks = 0
+    while looks < 5:
+        looks = (await under.clients[0].call("looks"))["looks"]
+        await asyncio.sleep(0.02)
+    assert under.reasons == []
 
 
 async def test_the_end_of_supervision_is_the_end_of_the_engine(runtime, log_file):

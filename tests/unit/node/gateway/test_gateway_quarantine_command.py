@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from gateway_parts import ALICE, BOB, NOW
+import sqlalchemy as sa
+from gateway_parts import ALICE, BOB, CAROL, NOW
 
 from kvasir_console import cli
 from kvasir_console.errors import ExitCode
@@ -14,6 +16,8 @@ from kvasir_console.node.gateway import quarantine_command
 from kvasir_console.node.gateway.quarantine import Case, Quarantines
 from kvasir_console.node.gateway.store import Store
 from kvasir_console.paths import Paths
+
+from postgresql_server import PostgresqlServer
 
 
 @pytest.fixture
@@ -83,6 +87,51 @@ def test_one_lift_lets_every_worker_of_a_wallet_back_and_lists_what_it_lifted(
     assert (code, "No worker of" in err) == (ExitCode.LEDGER, True)
 
 
+def test_a_worker_without_a_name_is_not_every_worker(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = answer(capsys, "lift", ALICE.address, "", "--yes")  # as a script's "$WORKER" that is not set
+    assert (code, out) == (ExitCode.USAGE, "")
+    assert "leave it out" in err
+    assert len(Quarantines(store).cases()) == 2
+
+
+@pytest.mark.parametrize("named", [(), ("box-1",)], ids=["wallet", "worker"])
+def test_what_came_after_the_question_was_shown_is_not_lifted_unseen(
+    store: Store, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, named: tuple[str, ...]
+) -> None:
+    book = Quarantines(store)
+    worker = "box-1" if named else "box-2"
+    late = Case(ALICE.address, worker, CAROL.address, "stage:2", "expert-late", 1, int(NOW) + 9)
+    person = Operator(lambda: book.catch(late))
+    monkeypatch.setattr(quarantine_command, "controlling_terminal", lambda: person)
+    code, out, err = answer(capsys, "lift", ALICE.address, *named)
+    assert person.question == "Lift 2 cases of 1 worker? [y/N] "
+    assert (code, out, "Nothing was lifted" in err) == (ExitCode.LEDGER, "", True)
+    assert len(book.cases()) == 3
+    code, out, _ = answer(capsys, "lift", ALICE.address, *named)
+    assert CAROL.address in person.shown
+    assert (code, out.startswith("Lifted: 3 cases of")) == (ExitCode.OK, True)
+    assert book.cases() == ()
+
+
+def test_a_case_that_a_gateway_enters_during_a_lift_is_not_lifted_unlisted(postgresql: PostgresqlServer) -> None:
+    url = postgresql.url()
+    mine, theirs = Store.open(url), Store.open(url)
+    first, late = (Case(ALICE.address, name, "", "engine:moe:1", f"expert-{name}", 1, int(NOW)) for name in ("a", "b"))
+
+    def enter(_connection: object, _cursor: object, statement: str, *_: object) -> None:
+        if statement.startswith("UPDATE quarantines"):
+            Quarantines(theirs).catch(late)
+
+    try:
+        Quarantines(mine).catch(first)
+        sa.event.listen(mine._engine, "before_cursor_execute", enter)
+        assert Quarantines(mine).lift(ALICE.address, "", int(NOW)) == (first,)
+        assert Quarantines(theirs).cases() == (late,)
+    finally:
+        mine.close()
+        theirs.close()
+
+
 def test_without_a_gateways_database_that_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     code, out, err = answer(capsys, "list")
     assert (code, out) == (ExitCode.USAGE, "")
@@ -96,6 +145,28 @@ def test_a_mistyped_database_is_no_empty_one(capsys: pytest.CaptureFixture[str],
     assert (code, out) == (ExitCode.USAGE, "")
     assert str(file) in err
     assert not file.parent.exists()
+
+
+class Operator:
+    """At the terminal: says yes, and in the meantime something happens."""
+
+    def __init__(self, meanwhile: Callable[[], object]) -> None:
+        self.meanwhile = meanwhile
+        self.shown = self.question = ""
+
+    def __enter__(self) -> Operator:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    def show(self, text: str) -> None:
+        self.shown += text
+
+    def ask(self, question: str) -> str:
+        self.question = question
+        self.meanwhile()
+        return "yes"
 
 
 class nobody:

@@ -382,6 +382,17 @@ async def test_one_lift_is_of_every_run_of_the_stage_that_caught_the_worker(stag
     assert book_.lift(CAROL.address, WORKER, int(NOW)) == ()
 
 
+async def test_what_was_shown_is_lifted_whatever_a_stage_adds_to_it_meanwhile(stage: Stage) -> None:
+    """A stage must not hold up a lift by convicting the worker over and over."""
+    book_ = Quarantines(stage.served.store)
+    caught = {"quarantined": True, "convictions": 1, "fault": "wrong"}
+    await stage.send(stage.report(1, 1, **caught))
+    shown = book_.against(CAROL.address, WORKER)
+    await stage.send(stage.report(2, 2, 2, **{**caught, "convictions": 2}), stage.report(2, 2, run="0b" * 16, **caught))
+    assert len(book_.lift(CAROL.address, WORKER, int(NOW), shown)) == 3
+    assert book_.against(CAROL.address) == ()
+
+
 async def test_what_the_worker_announced_stands_in_its_statements(stage: Stage) -> None:
     served = stage.served
     tally = Tally(SESSION, CAROL.address, WORKER, "ab" * 32)

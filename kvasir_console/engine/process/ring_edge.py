@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 PING_S = 5.0
 SILENCE_S = 15.0
 MAX_UNREAD_BYTES = 2**20
-"""A peer that takes so little of what it is sent gets no PONG; it hears of us by everything else."""
+"""A peer that takes so little of what it is sent gets neither PONG nor PROGRESS; it hears of us by everything else."""
 MAX_POSTED = 64
 """Posts that wait for a peer to take them, before ``room`` has to be waited for."""
 _STAMP = struct.Struct("<d")
@@ -79,6 +79,11 @@ class Edge:
         if not self.closed:
             self._out.append(iter(frames))
             self._more.set()
+
+    @property
+    def clogged(self) -> bool:
+        """Whether the peer takes so little of what it is sent that no more of what it can do without is added."""
+        return self._writer.transport.get_write_buffer_size() > MAX_UNREAD_BYTES
 
     async def room(self) -> None:
         """Wait while much that was posted is not taken; not for an edge that is closed."""
@@ -155,7 +160,7 @@ class Edge:
 
     async def _take(self, frame: Frame, epoch: int, on_frame: OnFrame) -> None:
         match frame.kind:
-            case FrameKind.PING if self._writer.transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
+            case FrameKind.PING if self.clogged:
                 pass
             case FrameKind.PING:
                 self.say(Frame(FrameKind.PONG, epoch, payload=frame.payload))

@@ -157,7 +157,7 @@ class Wholeness:
         if self._said is None and not last:
             return
         self._now = progress(self._rank, work, None if last else self._said)
-        if prev is not None and prev_ready and prev.told_progress != self._now:
+        if prev is not None and prev_ready and prev.told_progress != self._now and not prev.clogged:
             prev.told_progress = self._now
             prev.say(wire.encode_progress(epoch, self._now))
 

@@ -228,6 +228,7 @@ class Told:
         self.told: frozenset[int] = frozenset()
         self.told_progress: Progress | None = None
         self.progress: list[Progress] = []
+        self.clogged = False
 
     def say(self, frame: wire.Frame) -> None:
         if frame.kind is wire.FrameKind.PROGRESS:
@@ -251,6 +252,15 @@ def test_a_middle_rank_that_is_started_again_and_again_is_no_progress() -> None:
             seen.see(1)
         assert seen.said.fresh == 500
     assert seen.patience.spent_s == 120.0
+
+
+def test_a_predecessor_that_reads_nothing_is_not_told_for_ever() -> None:
+    whole, edge = Wholeness(2, 3, 120.0, 0.0), Told("prev")
+    prev: Any = edge
+    for edge.clogged in (False, True, False):
+        for rows in range(3):
+            whole.look(1.0, prev, None, Work(fresh=rows), waiting=False, epoch=1)
+    assert [each.fresh for each in edge.progress] == [0, 1, 2, 0, 1, 2]
 
 
 def test_a_step_of_rank_0_itself_may_take_as_long_as_one_of_any_other() -> None:

@@ -83,7 +83,9 @@ class Statements:
     async def restore(self) -> None:
         """Let the hub go on from what was written; before it serves."""
         rows = await asyncio.to_thread(self._read_counts)
-        self._hub.restore(tally for row in rows if (tally := _tally(row)) is not None)
+        tallies = [tally for row in rows if (tally := _tally(row)) is not None]
+        self._written = {(tally.wallet, tally.key): _state(tally) for tally in tallies}
+        self._hub.restore(tallies)
         self._hub.books = self
 
     async def names(self, wallet: str) -> Collection[str]:

@@ -130,6 +130,11 @@ async def test_a_restarted_hub_goes_on_with_the_chain_and_the_counts(tmp_path: P
         await served.statements.restore()
         [tally] = served.hub.tallies()
         assert (tally.count().ws2tcp, tally.count().confirmed) == (1000, 2000)
+        before = tally.closed_at
+        await served.statements.flush()
+        again = await served.statements.recall(ALICE.address, SESSION)
+        assert again is not None
+        assert again.closed_at == before  # a restart is no news of a session
         tally.add_ws2tcp(5)
         head = checked(await page(served, await served.token(ALICE), since=1), (key,), head)
         assert head.latest is not None

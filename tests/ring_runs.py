@@ -34,6 +34,16 @@ async def all_of(net: RingNetwork, batch: Batch, tokens: int) -> list[Answer]:
     return await asyncio.gather(*(complete(net, run, tokens) for run in batch.runs))
 
 
+def kill_console(net: RingNetwork, member: Member) -> list[psutil.Process]:
+    """Kill a member's console outright; the processes that go with it, itself included."""
+    pid = net.console_pid(member.name)
+    assert pid is not None
+    console = psutil.Process(pid)
+    gone = [console, *console.children(recursive=True)]
+    console.kill()
+    return gone
+
+
 async def struck(
     net: RingNetwork, made: Sequence[Request], tokens: int, victim: Member, kill: Callable[[], None]
 ) -> Batch:

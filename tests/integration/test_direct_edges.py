@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from ring_runs import all_of, struck
+from ring_runs import all_of, kill_console, struck
 
 from kvasir_console.bench.models import Recipe, write_model
 from kvasir_console.bench.network import Layout, RingNetwork
@@ -52,12 +52,9 @@ async def test_edges_go_past_the_relay_and_back_and_no_token_changes(model: Path
         await net.wait_until(net.all_direct, "the edges do not go past the relay again")
         children: list[psutil.Process] = []
 
-        def kill_console() -> None:
-            console = net.console_pid(last.name)
-            assert console is not None
-            children[:] = [psutil.Process(console), *psutil.Process(console).children(recursive=True)]
-            os.kill(console, signal.SIGKILL)
+        def kill_for_good() -> None:
+            children[:] = kill_console(net, last)
 
-        batch = await struck(net, made, TOKENS, last, kill_console)
+        batch = await struck(net, made, TOKENS, last, kill_for_good)
         assert [run.tokens for run in batch.runs] == [run.tokens for run in relayed.runs]
         psutil.wait_procs(children, timeout=60)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import signal
 import sys
 from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
-from ring_runs import all_of, stats_of, struck
+from ring_runs import all_of, kill_console, stats_of, struck
 
 from kvasir_console.bench.models import Recipe, write_model
 from kvasir_console.bench.network import Layout, RingNetwork
@@ -62,10 +61,7 @@ async def test_a_standby_takes_over_from_a_node_that_stays_dead(model: Path, tmp
 
         def kill_for_good() -> None:
             net.kept[dead.name].keep.clear()
-            console = net.console_pid(dead.name)
-            assert console is not None
-            processes[:] = [psutil.Process(console), *psutil.Process(console).children(recursive=True)]
-            os.kill(console, signal.SIGKILL)
+            processes[:] = kill_console(net, dead)
 
         batch = await struck(net, made, TOKENS, dead, kill_for_good)
         assert [run.tokens for run in batch.runs] == [run.tokens for run in calm.runs]

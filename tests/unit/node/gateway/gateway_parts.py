@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -80,6 +80,28 @@ ALICE, BOB, CAROL = Wallet("alice"), Wallet("bob"), Wallet("carol")
 
 
 @dataclass
+class Operator:
+    """At the terminal, once entered: reads what is shown, and answers. ``None`` is nobody."""
+
+    def __init__(self, answer: str | None, meanwhile: Callable[[], object] = lambda: None) -> None:
+        self.answer, self.meanwhile = answer, meanwhile
+        self.shown = self.question = ""
+
+    def __enter__(self) -> Operator | None:
+        return None if self.answer is None else self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    def show(self, text: str) -> None:
+        self.shown += text
+
+    def ask(self, question: str) -> str:
+        self.question = question
+        self.meanwhile()
+        return self.answer or ""
+
+
 class ScriptedBackend:
     """A model that answers with given tokens; at the seam ``Backend``.
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
-from gateway_parts import ALICE, BOB, CAROL, NOW
+from gateway_parts import ALICE, BOB, CAROL, NOW, Operator
 
 from kvasir_console import cli
 from kvasir_console.errors import ExitCode
@@ -101,7 +100,7 @@ def test_what_came_after_the_question_was_shown_is_not_lifted_unseen(
     book = Quarantines(store)
     worker = "box-1" if named else "box-2"
     late = Case(ALICE.address, worker, CAROL.address, "stage:2", "expert-late", 1, int(NOW) + 9)
-    person = Operator(lambda: book.catch(late))
+    person = Operator("yes", lambda: book.catch(late))
     monkeypatch.setattr(quarantine_command, "controlling_terminal", lambda: person)
     code, out, err = answer(capsys, "lift", ALICE.address, *named)
     assert person.question == "Lift 2 cases of 1 worker? [y/N] "
@@ -145,28 +144,6 @@ def test_a_mistyped_database_is_no_empty_one(capsys: pytest.CaptureFixture[str],
     assert (code, out) == (ExitCode.USAGE, "")
     assert str(file) in err
     assert not file.parent.exists()
-
-
-class Operator:
-    """At the terminal: says yes, and in the meantime something happens."""
-
-    def __init__(self, meanwhile: Callable[[], object]) -> None:
-        self.meanwhile = meanwhile
-        self.shown = self.question = ""
-
-    def __enter__(self) -> Operator:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return None
-
-    def show(self, text: str) -> None:
-        self.shown += text
-
-    def ask(self, question: str) -> str:
-        self.question = question
-        self.meanwhile()
-        return "yes"
 
 
 class nobody:

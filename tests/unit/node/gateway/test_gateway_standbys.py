@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 import sqlalchemy as sa
-from gateway_parts import ALICE, BOB, CAROL, DENSE, DOMAIN, NOW, Clock, Wallet, tiny_models
+from gateway_parts import ALICE, BOB, CAROL, DENSE, DOMAIN, NOW, Clock, Operator, Wallet, tiny_models
 
 from kvasir_console import cli
 from kvasir_console.config import ServedModel
@@ -341,28 +341,6 @@ async def test_the_command_says_why_nothing_moved(
     assert (code, len(err.splitlines())) == (ExitCode.USAGE, 2)
     assert [word for word in words if word not in err] == []
     assert gateway.plan.generation == 1
-
-
-class Operator:
-    """At the terminal, once entered: reads what is shown, and answers. ``None`` is nobody."""
-
-    def __init__(self, answer: str | None, meanwhile: Callable[[], None] = lambda: None) -> None:
-        self.answer, self.meanwhile = answer, meanwhile
-        self.shown = self.question = ""
-
-    def __enter__(self) -> Operator | None:
-        return None if self.answer is None else self
-
-    def __exit__(self, *_: object) -> None:
-        return None
-
-    def show(self, text: str) -> None:
-        self.shown += text
-
-    def ask(self, question: str) -> str:
-        self.question = question
-        self.meanwhile()
-        return self.answer or ""
 
 
 MOVE = ("--move", "1", "--to", CAROL.address)

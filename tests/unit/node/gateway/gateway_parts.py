@@ -79,7 +79,6 @@ class Wallet:
 ALICE, BOB, CAROL = Wallet("alice"), Wallet("bob"), Wallet("carol")
 
 
-@dataclass
 class Operator:
     """At the terminal, once entered: reads what is shown, and answers. ``None`` is nobody."""
 
@@ -102,6 +101,7 @@ class Operator:
         return self.answer or ""
 
 
+@dataclass
 class ScriptedBackend:
     """A model that answers with given tokens; at the seam ``Backend``.
 
